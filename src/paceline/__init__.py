@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from paceline.report import log as _log  # noqa: F401 - what a script changes of the logger after this import stays so
+from paceline.report import log as _log  # noqa: F401 - so that a script's later changes to the logger persist
 
 if TYPE_CHECKING:
     from paceline.errors import LinkError
@@ -15,7 +15,7 @@ __version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
-    # the command line starts at once: torch is imported by whoever computes
+    # imports torch only when it is needed, so that the command line starts without delay
     if name in __all__:
         from paceline import errors, pace, session
         from paceline.launch import signals

@@ -1,10 +1,10 @@
-"""Every promise between rooms. What they hand each other is in `messages`, how nodes are joined in `transport`.
+"""Interfaces between rooms (subpackages). Their data types are in `messages`, membership and links in `transport`.
 
-A step reads: an Engine turns this node's share of the batch into Gradients, an Exchange agrees on them
-over a Link (each encoded by a Codec), and the Decision says whether the step happened.
+In a step an Engine turns this node's share of the batch into Gradients, an Exchange all-reduces them over a Link (each
+encoded by a Codec), and the Decision tells whether the step is applied.
 
-The network only ever adds: losses, weights, gradients. Backward runs on the loss *sum* times a
-constant known before the step (1 / expected weight); what was agreed is corrected once, afterwards.
+The network only ever adds: losses, weights, gradients. Backward runs on the loss *sum* times a constant known before
+the step (1 / expected weight); the global sum is normalised once, afterwards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Loss = Callable[..., Any]  # of the model's output and a batch; a metric likewis
 
 
 class Share(Protocol):
-    """A process's place among all, with the rows of a batch that it is dealt (`data.sampler`)."""
+    """A process's position among all, and its rows of a batch (`data.sampler.Assignment`)."""
 
     @property
     def node(self) -> int: ...
@@ -46,11 +46,11 @@ class Share(Protocol):
 
 
 class GlobalBatch:
-    """What all processes compute in one step. ``weight``: its number of rows, known before anybody computes.
+    """The batch that all processes compute together in one step. ``weight``: its number of rows, known in advance.
 
-    ``epoch``, ``step``, ``num_steps``: its place in the data, and the steps of its epoch, where they are known.
-    ``wait_s``: seconds for which its rows were waited for, so far. ``assigned``: whether an `Assignment` says whose its
-    rows are. ``num_local_samples``: how many `share` gave here, where that is known.
+    ``epoch``, ``step``, ``num_steps``: its position in the data, and the steps of its epoch, where they are known.
+    ``wait_s``: seconds of waiting for its rows, so far. ``assigned``: whether an `Assignment` divides its rows.
+    ``num_local_samples``: how many samples `share` returned here, where that is known.
     """
 
     weight: float
@@ -68,77 +68,77 @@ class GlobalBatch:
 
 
 class EngineTraits:
-    """What an engine is like. Plain values are read by `registry.says`, before anything is imported."""
+    """Traits of an engine. `registry.says` reads literal values from the source, without an import."""
 
     fidelity = "exact"
     counts: str = ""  # what the k of NAME:k counts: a "thread", a "copy" of the model, a "share" of a batch
     starts_processes: bool = False  # each copy is a process of the script, which a launcher starts
-    planned: bool = False  # a plan tries its rows, and predicts them
+    planned: bool = False  # the planner predicts and measures its configurations
     reproduces: bool = False  # the same bits for any number of nodes, over an exchange of a fixed order
     environment: Mapping[str, str] = {}  # of its processes, where users have not set it
     optimizer_takes_factors: bool = False  # the optimizer takes a layer's factors instead of its gradient
-    num_virtual_shards: int = 0  # virtual shares that a global batch is always dealt in; 0: it is dealt row by row
-    may_retry: bool = False  # a step may be computed again after its gradients have left
-    defers_updates: bool = False  # may begin the next step while gradients of the last are still coming
-    divided: bool = False  # a global batch is computed in several parts, here or elsewhere
-    accumulate: int = 1  # micro-batches that a share is computed in
-    seed: int = 0  # of what virtual shares draw
+    num_virtual_shards: int = 0  # into which each global batch is divided; 0: it is divided by rows
+    may_retry: bool = False  # a step may be computed again after its gradients were sent
+    defers_updates: bool = False  # may begin the next step before all gradients of the last one have arrived
+    divided: bool = False  # a global batch is computed in several parts, in this process or in several
+    accumulate: int = 1  # micro-batches in which a share is computed
+    seed: int = 0  # of the random states of virtual shards
 
 
 class EngineState:
-    """What an engine trains, and what its optimizer keeps."""
+    """The state of an engine: the parameters that it trains, and the optimizer's state."""
 
     optimizer: Optimizer
     buckets: tuple[Bucket, ...] = ()
     weights: Sequence[Tensor] = ()  # every trainable parameter, in the order of `names`
     names: tuple[str, ...] = ()
-    # each parameter's in the optimizer's state_dict; none where it holds other things
+    # each parameter's index in the optimizer's state_dict; empty where the optimizer has other tensors
     optimizer_index: Mapping[str, int] = {}
-    still: Mapping[str, tuple[int, int]] = {}  # marks of the parameters that do not train, as they were when all joined
-    hint: str = ""  # what the last gradient has shown that users should know
+    still: Mapping[str, tuple[int, int]] = {}  # fingerprints of the frozen parameters, from the time of `join`
+    hint: str = ""  # a message for the user, from the last gradient
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        """The model's dense buffers as they are now: forward may have put other tensors in their place."""
+        """The model's present dense buffers: forward may have replaced the tensors."""
         raise NotImplementedError
 
     def options(self) -> list[dict[str, Any]]:
-        """The numbers of each group of the optimizer, as JSON has them."""
+        """The options of each parameter group of the optimizer, as JSON values."""
         return []
 
     def compare_options(self, reported: Sequence[tuple[str, list[dict[str, Any]]]]) -> str:
-        """How these differ, each with the process it is of; empty where they differ by rounding alone."""
+        """How the options of these processes differ; empty where they differ only by rounding."""
         return ""
 
     def state(self) -> dict[str, Tensor]:
         raise NotImplementedError
 
     def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's whole ``state_dict``. Every process of the node must call it."""
+        """The optimizer's complete ``state_dict``. Collective within the node."""
         raise NotImplementedError
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Takes a whole ``state_dict``, the same on every process of the node."""
+        """Loads a complete ``state_dict``, the same on every process of the node."""
         raise NotImplementedError
 
     def optimizer_rows(self, windows: Mapping[str, RowRange]) -> dict[str, dict[str, Any]]:
-        """The optimizer's state of these rows of these parameters, by their names in `optimizer_index`. Every process
-        of the node must call it."""
+        """The optimizer's state for these rows of these parameters, by their names in `optimizer_index`. Collective
+        within the node."""
         raise NotImplementedError
 
     def take_optimizer_rows(self, states: Mapping[str, Mapping[str, Any]], windows: Mapping[str, RowRange]) -> None:
-        """What `optimizer_rows` gave elsewhere. Every process of the node must call it."""
+        """Loads the result of `optimizer_rows` of another node. Collective within the node."""
         raise NotImplementedError
 
 
 class EngineOnNode:
-    """One process of several that are an engine together: a node's, which others reach through one of them."""
+    """One process of several on a node that form an engine; one of them holds the link to other nodes."""
 
-    local_place: tuple[int, int] = (0, 1)  # which of how many parts of the node's share this process computes
+    local_place: tuple[int, int] = (0, 1)  # (index, count) of the parts of the node's share: the part of this process
 
     @property
     def pids(self) -> Sequence[int]:
-        """The processes of this node, as far as this one knows them."""
+        """The known processes of this node."""
         return (os.getpid(),)
 
     @property
@@ -148,77 +148,77 @@ class EngineOnNode:
 
     @property
     def waited_s(self) -> float:
-        """Seconds, so far, in which `gradient` waited for other processes in the middle of its work."""
+        """Total seconds in which `gradient` waited for other processes during its computation."""
         return 0.0
 
     def local_exchange(
         self, exchange: Exchange, control: Control, alone: bool, activity: Waits
     ) -> tuple[Exchange, Control]:
-        """Both as this process sees them: themselves, or stand-ins where another process holds the link. ``alone``:
-        there is no other node, and none comes later."""
+        """Exchange and control for this process: the same objects, or proxies where another process holds the link.
+        ``alone``: there is no other node, and none joins later."""
         return exchange, control
 
     def sync_norm(self, link: Link | None) -> None:
-        """From now on batch norm in `gradient` is over the rows of all processes; ``link`` is local rank 0's, if any.
+        """Batch norm in `gradient` uses the rows of all processes from now on; ``link``: local rank 0's, if any.
         Every process of every node must call it, after `open`."""
         raise NotImplementedError
 
     def reopen(self, link: Link | None) -> None:
-        """What `sync_norm` was given has been rebuilt: its sums go over ``link`` from the next step on."""
+        """The link of `sync_norm` was rebuilt: its sums use ``link`` from the next step on."""
 
 
 class Engine(EngineTraits, EngineState, EngineOnNode):
     """How one node turns its share of a batch into a gradient, and a gradient into an update."""
 
-    # (into, left, right): what an update does with a layer's factors, momentum left out
+    # (into, left, right): how an update applies a layer's factors, without momentum
     multiply: Callable[[Tensor, Tensor, Tensor], Any] = staticmethod(Tensor.addmm_)
-    norm: float | None = None  # of the whole gradient at the last update, where the rule asked for it
-    terms: tuple[str, ...] = ()  # the names of the loss's parts, where it has any
-    num_local_samples: int | None = None  # samples of the share that comes next, where they are dealt
+    norm: float | None = None  # of the whole gradient at the last update, where the rule needs it
+    terms: tuple[str, ...] = ()  # the names of the loss's components, where it has any
+    num_local_samples: int | None = None  # samples of the next share, where an assignment divides the batch
 
     def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
         raise NotImplementedError
 
     @property
     def precision(self) -> str:
-        """What forward and backward compute in: fp32, bf16 or fp16."""
+        """The precision of forward and backward: fp32, bf16 or fp16."""
         return "fp32"
 
     def begin_step(self, assignment: Share, step: int) -> None:
-        """Called before each gradient: whose rows these will be, and of which step."""
+        """Called before each gradient, with the assignment of its rows and the number of the step."""
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
-        """(the batch where the model is, the model's output)."""
+        """(the batch on the model's device, the model's output)."""
         raise NotImplementedError
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
-        """Gradient of ``scale * loss_sum`` over ``batch`` (None: no rows), offered bucket by bucket."""
+        """Gradient of ``scale * loss_sum`` over ``batch`` (None: no rows), passed to ``offer`` bucket by bucket."""
         raise NotImplementedError
 
     def collect_gradients(self, vote: Vote, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
-        """As `gradient`, with what the caller's own backward passes have left in ``.grad``; its sums in ``vote``."""
+        """As `gradient`, from the ``.grad`` of the caller's own backward passes; its sums are in ``vote``."""
         raise NotImplementedError
 
     def apply(self, update: Update) -> bool:
-        """The only writer of weights once all train. False if ``rule.check`` found the gradient not finite: nothing was
-        changed. Every process of the node calls it, and one that holds the node's targets has them for all.
+        """Applies an update; the only writer of weights during training. False, without any change, if ``rule.check``
+        found the gradient not finite. Every process of the node calls it; one of them has the node's targets.
 
-        With gradients that are still coming, True: they are applied while the next step's forward pass runs.
+        With pending gradients it returns True; they are applied while the next step's forward pass runs.
         """
         raise NotImplementedError
 
     def wait_pending(self) -> None:
-        """Waits for gradients that are still coming, and applies them. Raises NotFinite, LinkError."""
+        """Waits for pending gradients, and applies them. Raises NotFinite, LinkError."""
 
     def diagnose(self, batch: Any, backward: bool = False) -> str:
-        """Where in the forward pass over ``batch``, or backward, numbers first cease to be finite; empty if nowhere."""
+        """Where in forward over ``batch``, or in backward, values first become non-finite; empty if nowhere."""
         return ""
 
     def snapshot(self) -> Any:
-        """All that ``gradient`` may change: buffers and random state. Weights change in `apply` alone."""
+        """The state that ``gradient`` may change: buffers and random state. Weights change only in `apply`."""
         raise NotImplementedError
 
-    def rollback(self, kept: Any) -> None:
+    def rollback(self, snapshot: Any) -> None:
         raise NotImplementedError
 
     def close(self) -> None:
@@ -226,16 +226,16 @@ class Engine(EngineTraits, EngineState, EngineOnNode):
 
 
 class Codec:
-    """What a gradient looks like on the wire. Its memory is a value: nothing here changes itself.
+    """Gradient compression: how a gradient is encoded for sending. Its state ("memory") is passed in and returned.
 
-    ``sums``: payloads may be added on the wire (in their own type, ``wire``); else each rank's is gathered and decoded.
-    ``needs_feedback``: loses mass unless wrapped by ``feedback``. ``has_residual``: its memory is to be sent yet.
+    ``sums``: payloads may be all-reduced (in their own type, ``wire``); else they are all-gathered and decoded.
+    ``needs_feedback``: biased unless wrapped by ``feedback``. ``has_residual``: its memory contains unsent values.
     """
 
     fidelity = "exact"
     sums = True
     needs_feedback = False
-    scaled = False  # of what is a power of two larger, it makes the same
+    scaled = False  # scaling the input by a power of two scales the result exactly
     has_residual = False
     wire = "the gradient's own type"
     takes_over: tuple[str, ...] = ()
@@ -251,16 +251,16 @@ class Codec:
         raise NotImplementedError
 
     def commit(self, pending: Any, agreed: Tensor) -> Any:
-        """The next memory. Called on COMMIT alone."""
+        """The next memory. Called only on COMMIT."""
         return pending
 
     def keep_unapplied(self, before: Any, after: Any, unused: Sequence[slice]) -> Any:
-        """The next memory, where these values of what was agreed on were not applied."""
+        """The next memory, where these values of the global gradient were not applied."""
         return after
 
     def redistribute(self, memories: Sequence[Any], rank: int, size: int) -> Any:
-        """This rank's memory of a bucket, of those that ``len(memories)`` ranks had: among as many, its own. Among
-        others no residual may be lost or kept twice."""
+        """This rank's memory of a bucket, from those of ``len(memories)`` ranks. With equally many ranks it is its own;
+        otherwise no residual may be lost or duplicated."""
         return memories[rank % len(memories)]
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -268,25 +268,25 @@ class Codec:
 
 
 class ExchangeTraits:
-    """What an exchange is like. ``consensus``: replicas are equal after each step, period, or eventually."""
+    """Traits of an exchange. ``consensus``: when replicas are equal: after each step, each period, or eventually."""
 
     fidelity = "exact"
     consensus = "step"
     uses_codec = True
-    factors: bool = False  # fully-connected layers may travel as such
-    fixed_order: bool = False  # sums are the same bits whoever has computed which share of a batch
-    gathers: bool = False  # each rank's gradients go to all others, and each adds them up
-    factor_dtype: torch.dtype | None = None  # of factors on the wire, where every node computes them in 16 bits
+    factors: bool = False  # gradients of fully-connected layers may be sent as factors
+    fixed_order: bool = False  # sums are bit-equal for any assignment of shares to nodes
+    gathers: bool = False  # all-gathers the gradients, which each rank adds up
+    factor_dtype: torch.dtype | None = None  # of factors that are sent, where every node computes them in 16 bits
     overlap = "backward"  # "forward": a step ends with the vote, and its gradients arrive during the next
     overlaps: tuple[str, ...] = ("backward",)
-    # how a node adds a product to a gradient, (into, left, right), and the processes that share in it
+    # how a node adds a product to a gradient, (into, left, right), and the number of processes that compute it
     multiply: Callable[[Tensor, Tensor, Tensor], Any] = staticmethod(Tensor.addmm_)
     num_multipliers: int = 1
     link: Link
 
 
 class Exchange(ExchangeTraits):
-    """How nodes agree on one step."""
+    """Gradient synchronisation: how nodes communicate the gradients of one step."""
 
     def open(
         self,
@@ -297,45 +297,45 @@ class Exchange(ExchangeTraits):
         seed: int = 0,
         optimizer_takes_factors: bool = False,
     ) -> None:
-        """``optimizer_takes_factors``: the engine's optimizer takes factors, which pay even where nothing is sent."""
+        """``optimizer_takes_factors``: the engine's optimizer accepts factors, which then help even on one node."""
         raise NotImplementedError
 
     def forms(self) -> Sequence[str]:
-        """DENSE or FACTORS per bucket, equal on all ranks; changes only by agreement."""
+        """DENSE or FACTORS per bucket, equal on all ranks; all ranks change it at the same step."""
         raise NotImplementedError
 
     def explain(self) -> Sequence[str]:
-        """A line for each fully-connected layer: how its gradient travels, and why. Changes with the forms alone."""
+        """A line for each fully-connected layer: its gradient encoding, and why. Changes only with `forms`."""
         return ()
 
     def begin(self) -> None:
         """Called before each gradient is computed."""
 
     def put(self, gradient: Gradient) -> None:
-        """Takes a gradient, in any order; they leave in the order of their buckets."""
+        """Accepts gradients in any order; they are sent in the order of their buckets."""
         raise NotImplementedError
 
     def collect(self, vote: Vote) -> Vote:
-        """Waits until every gradient of the step is here. Returns this node's vote."""
+        """Waits until every gradient of the step has arrived. Returns this node's vote."""
         raise NotImplementedError
 
     def finish(self, tally: Tally) -> StepOutcome:
-        """What has come of the step, with its vote. Only here a codec's memory moves."""
+        """The outcome of the step, from the tally of votes. Only this method changes a codec's memory."""
         raise NotImplementedError
 
     def average(self, weights: Sequence[Tensor], now: bool) -> Sequence[Target] | None:
-        """What all weights become, of schemes that do not agree on every step; None where nothing is due.
+        """The averaged weights, for schemes such as local SGD; None where no average is due.
 
-        Called after each update; ``now``: all are to have the same weights, to be saved, evaluated, or the last ones.
-        May be called again, among others, before `averaged`.
+        Called after each update. ``now``: average at once, before saving, evaluating, or the end of training.
+        After a change of members it may be called again before `averaged`.
         """
         return None
 
     def averaged(self) -> None:
-        """All ranks have what `average` gave: it is about to be applied."""
+        """All ranks have the result of `average`, which is about to be applied."""
 
     def on_assignment(self, largest: float) -> None:
-        """From the next step on the busiest node has this part of all rows. Every process calls it between steps."""
+        """``largest``: the largest node's part of all rows from the next step on. Every process calls it."""
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
         raise NotImplementedError
@@ -347,7 +347,7 @@ class Exchange(ExchangeTraits):
         pass
 
     def rebuild(self, link: Link) -> None:
-        """Over another link from now on: other ranks, next generation. Memory of this rank is kept."""
+        """Uses another link from now on, of the next generation, with other ranks. This rank's memory is kept."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -355,4 +355,4 @@ class Exchange(ExchangeTraits):
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(errors, name)  # where scripts have looked for them
+    return getattr(errors, name)  # error types were formerly in this module

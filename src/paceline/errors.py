@@ -1,10 +1,10 @@
-"""Error types, by name. Costs no import of torch."""
+"""Error types that a training raises. Does not import torch."""
 
 from __future__ import annotations
 
 
 class LinkError(ConnectionError):
-    """A link is dead: rebuild it or end. Names the peer, where known.
+    """A link has failed: rebuild it or end. ``peer``: the rank at the other end, where known.
 
     ``resumes``: this process may not continue from its own state; the run resumes from its newest checkpoint.
     """
@@ -15,20 +15,20 @@ class LinkError(ConnectionError):
 
 
 class CheckpointError(OSError):
-    """A checkpoint cannot be written, or is not whole. ``errno`` is the system's, where it has one."""
+    """A checkpoint cannot be written, or is incomplete. ``errno``: that of the operating system, where it has one."""
 
 
 class NotFinite(FloatingPointError):
-    """Raised by every process, with the same words: a step's loss or gradient has no value."""
+    """Raised by every process with the same text: a step's loss or gradient is not finite."""
 
 
 class NoGradient(RuntimeError):
-    """Raised by every process, with the same words: a step's loss trains nothing."""
+    """Raised by every process with the same text: no trainable parameter has a gradient from a step's loss."""
 
 
 class UnlikeOptions(ValueError):
-    """Raised by every process, with the same words: their optimizers have unlike numbers, as a learning rate."""
+    """Raised by every process with the same text: their optimizers have different options, such as learning rates."""
 
 
 class NeverStepped(RuntimeError):
-    """Raised by every process at the end: they joined, and then each trained alone."""
+    """Raised by every process at the end: they joined, but each trained without calling `Pace.step`."""

@@ -1,4 +1,4 @@
-"""Checks what the user passes to `join`: model, loss, optimizer, global batch size, seed, and options of a step."""
+"""Checks the arguments of `join`: model, loss, optimizer, global batch size, seed, and options of a step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from paceline.registry import ONE_PROCESS
 
 @dataclass
 class Job:
-    """``loss(output, target)`` is a mean over rows, (sum, weight) where rows do not count alike, or a dict of means.
+    """``loss(output, target)`` is a mean over samples, (sum, weight) where samples have weights, or a dict of means.
 
-    None takes the output's own ``loss``. ``batch_size`` is global: over all nodes. ``metric(output, target)`` is a
-    sum over rows. ``most_rows``: of this node. ``found``: faults that were seen before. Raises ValueError, all at once.
+    None: the output's own ``loss``. ``batch_size`` is global: over all nodes. ``metric(output, target)`` is a sum over
+    samples. ``most_rows``: of this node. ``found``: errors found before. Raises ValueError with all errors at once.
     """
 
     model: torch.nn.Module
@@ -39,39 +39,39 @@ class Job:
     found: InitVar[Sequence[str]] = ()
 
     def __post_init__(self, found: Sequence[str]) -> None:
-        model: Any = self.model  # what was given, whatever it was declared as
+        model: Any = self.model  # may be of any type, whatever the annotation
         optimizer: Any = self.optimizer
-        faults = list(found)
-        whole = isinstance(model, torch.nn.Module)
-        if not whole:
-            faults.append(f"model must be a torch.nn.Module, got {_named(model)}")
+        errors = list(found)
+        is_module = isinstance(model, torch.nn.Module)
+        if not is_module:
+            errors.append(f"model must be a torch.nn.Module, got {_describe(model)}")
         if not isinstance(optimizer, torch.optim.Optimizer):
-            faults.append(f"optimizer must be a torch.optim.Optimizer, got {_named(optimizer)}")
+            errors.append(f"optimizer must be a torch.optim.Optimizer, got {_describe(optimizer)}")
         if isinstance(optimizer, torch.optim.LBFGS):
-            faults.append("LBFGS computes the loss several times per step, which a step here does not; use another")
+            errors.append("LBFGS computes the loss several times per step, which is not supported; use another")
         if isinstance(optimizer, torch.optim.SparseAdam):
-            faults.append("SparseAdam takes sparse gradients alone, and here they are added up dense; use Adam")
-        faults += self._function_faults()
-        faults += self._number_faults()
-        faults += _schedule_faults(self.scheduler, optimizer)
-        if whole:
-            faults += _model_faults(model)
-        if whole and isinstance(optimizer, torch.optim.Optimizer):
-            faults += self._parameter_faults()
-        if faults:
-            raise ValueError("join: " + "; ".join(faults))
+            errors.append("SparseAdam accepts only sparse gradients, and here they are added up dense; use Adam")
+        errors += self._function_errors()
+        errors += self._number_errors()
+        errors += _schedule_errors(self.scheduler, optimizer)
+        if is_module:
+            errors += _model_errors(model)
+        if is_module and isinstance(optimizer, torch.optim.Optimizer):
+            errors += self._parameter_errors()
+        if errors:
+            raise ValueError("join: " + "; ".join(errors))
 
-    def _function_faults(self) -> list[str]:
-        faults, pair = [], "output, target"
+    def _function_errors(self) -> list[str]:
+        errors, pair = [], "output, target"
         functions = ("loss", pair, self.loss), ("metric", pair, self.metric), ("forward", "model, batch", self.forward)
         for name, given, function in functions:
             of_layers = isinstance(function, type) and issubclass(function, torch.nn.Module)
             if function is not None and (of_layers or not callable(function)):
-                faults.append(f"{name} must be callable as {name}({given}), got {_named(function)}")
-        return faults + _loss_faults(self.loss)
+                errors.append(f"{name} must be callable as {name}({given}), got {_describe(function)}")
+        return errors + _loss_errors(self.loss)
 
-    def _number_faults(self) -> list[str]:
-        faults = []
+    def _number_errors(self) -> list[str]:
+        errors = []
         counts: tuple[tuple[str, Any], ...] = (
             ("batch_size is the global batch,", self.batch_size),
             ("accumulate is", self.accumulate),
@@ -79,82 +79,82 @@ class Job:
         )
         for name, count in counts:
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                faults.append(f"{name} an int >= 1, got {count!r}")
+                errors.append(f"{name} an int >= 1, got {count!r}")
         seed: Any = self.seed
         if isinstance(seed, bool) or not isinstance(seed, Integral):
-            faults.append(f"seed is an int, got {seed!r}")
+            errors.append(f"seed is an int, got {seed!r}")
         if self.clip is not None and not (isinstance(self.clip, int | float) and self.clip > 0):
-            faults.append(f"clip is a global norm > 0 or None, got {self.clip!r}")
+            errors.append(f"clip is a global norm > 0 or None, got {self.clip!r}")
         if self.precision not in (None, "fp32", "bf16", "fp16"):
             scales = "; 'fp16' scales the loss by itself" if isinstance(self.precision, torch.amp.GradScaler) else ""
-            faults.append(f"precision is 'fp32', 'bf16', 'fp16' or None (the plan's), got {self.precision!r}{scales}")
+            errors.append(f"precision is 'fp32', 'bf16', 'fp16' or None (the plan's), got {self.precision!r}{scales}")
         if self.batch_norm not in ("local", "sync"):
-            faults.append(f"batch_norm is 'local' or 'sync', got {self.batch_norm!r}")
+            errors.append(f"batch_norm is 'local' or 'sync', got {self.batch_norm!r}")
         if self.buffers not in ("own", "broadcast"):
-            faults.append(f"buffers is 'own' or 'broadcast', got {self.buffers!r}")
+            errors.append(f"buffers is 'own' or 'broadcast', got {self.buffers!r}")
         if self.batch_norm == "sync" and self.accumulate != 1:
-            faults.append("batch_norm='sync' is over the whole global batch, which accumulate > 1 never sees at once")
-        return faults
+            errors.append("batch_norm='sync' needs the whole global batch at once, but accumulate > 1 divides it")
+        return errors
 
     def check_divided(self) -> None:
-        """Raises ValueError for what rows change by being looked at: each part of them would have other weights."""
+        """Raises ValueError for layers whose forward depends on which other samples a part of the batch has."""
         for name, module in self.model.named_modules():
             if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
                 what = "max_norm" if module.max_norm is not None else "scale_grad_by_freq"
                 if module.max_norm is not None or module.scale_grad_by_freq:
                     raise ValueError(
-                        f"join: layer {name!r} has {what}, which goes by the rows that a process, replica or "
-                        f"micro-batch has before it; leave it out, or compute whole batches in one process: "
+                        f"join: layer {name!r} has {what}, which depends on all samples that a process, replica or "
+                        f"micro-batch has; leave it out, or compute whole batches in one process: "
                         f"--plan {ONE_PROCESS}, one node, accumulate=1"
                     )
 
     def check_norms(self) -> None:
-        """Raises ValueError for layers that would normalise over each process's, or replica's, own samples unasked."""
+        """Raises ValueError for layers of SyncBatchNorm, which would here normalise over one process's samples."""
         synced = [name for name, m in self.model.named_modules() if isinstance(m, torch.nn.SyncBatchNorm)]
         if synced and self.batch_norm == "local":
             raise ValueError(
-                f"join: layer {synced[0]!r} is a SyncBatchNorm, which asks torch.distributed for all statistics, and "
-                f"batch_norm='local' means each process's own: give batch_norm='sync', which covers it on any device, "
-                f"or use torch.nn.BatchNorm"
+                f"join: layer {synced[0]!r} is a SyncBatchNorm, which needs torch.distributed for global statistics, "
+                f"but batch_norm='local' means each process's own: give batch_norm='sync', which supports it on any "
+                f"device, or use torch.nn.BatchNorm"
             )
 
-    def _parameter_faults(self) -> list[str]:
-        faults = []
-        mine = {id(p) for p in self.model.parameters()}
-        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+    def _parameter_errors(self) -> list[str]:
+        errors = []
+        own_ids = {id(p) for p in self.model.parameters()}
+        optimized = [p for group in self.optimizer.param_groups for p in group["params"]]
         of_loss = {id(p) for p in self.loss.parameters()} if isinstance(self.loss, torch.nn.Module) else set()
-        if any(id(p) in of_loss - mine for p in held):
-            faults.append(
-                "the optimizer holds parameters of the loss, which no process would add up: make them the model's, as "
+        if any(id(p) in of_loss - own_ids for p in optimized):
+            errors.append(
+                "the optimizer has parameters of the loss, whose gradients are not added up: make them the model's, as "
                 "in model.criterion = loss before its optimizer is made"
             )
-        if foreign := sum(id(p) not in mine | of_loss for p in held):
-            faults.append(f"the optimizer holds {foreign} parameters of another model; build it from this one")
-        return faults
+        if foreign := sum(id(p) not in own_ids | of_loss for p in optimized):
+            errors.append(f"the optimizer holds {foreign} parameters of another model; build it from this one")
+        return errors
 
 
-def _named(given: Any) -> str:
-    """What was given, for an error; of a class that it must be made first."""
+def _describe(given: Any) -> str:
+    """The type of an argument, for an error; for a class, that it must be instantiated."""
     if not isinstance(given, type):
         return type(given).__name__
-    return f"the class {given.__name__} itself; make one of it: {given.__name__}(...)"
+    return f"the class {given.__name__} itself; instantiate it: {given.__name__}(...)"
 
 
-def _model_faults(model: torch.nn.Module) -> list[str]:
+def _model_errors(model: torch.nn.Module) -> list[str]:
     values = [*model.named_parameters(), *model.named_buffers()]
-    faults = [
-        f"{f'layer {name!r}' if name else 'the model'} is a torch.jit.ScriptModule, whose layers cannot be watched: "
-        f"give the module that it was made of; `+compile` behind the engine's name compiles that"
+    errors = [
+        f"{f'layer {name!r}' if name else 'the model'} is a torch.jit.ScriptModule, whose layers cannot have hooks: "
+        f"give the module from which it was made; `+compile` after the engine's name compiles that"
         for name, module in model.named_modules()
         if isinstance(module, torch.jit.ScriptModule)
     ][:1]
     if any(torch.nn.parameter.is_lazy(each) for _, each in values):
-        faults.append(
-            "the model has lazy layers, whose sizes the first batch shows: call it on a batch, under "
+        errors.append(
+            "the model has lazy layers, whose sizes the first batch determines: call it on a batch, under "
             "torch.no_grad(), before join() and before its optimizer is made"
         )
     if meta := [name for name, each in values if each.is_meta]:
-        faults.append(
+        errors.append(
             f"{len(meta)} of the model's tensors, {meta[0]!r} the first, are on the meta device and have no values: "
             f"model.to_empty(device='cpu'), then fill or load them, before its optimizer is made"
         )
@@ -163,18 +163,18 @@ def _model_faults(model: torch.nn.Module) -> list[str]:
         if not (each.layout is torch.strided or sparse) or each.is_quantized or each.is_nested:
             what = "parameter" if isinstance(each, torch.nn.Parameter) else "buffer"
             kind = "nested" if each.is_nested else "quantized" if each.is_quantized else str(each.layout)
-            faults.append(f"{what} {name!r} is {kind}: make it dense; a buffer may also be sparse_coo")
+            errors.append(f"{what} {name!r} is {kind}: make it dense; a buffer may also be sparse_coo")
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not any(torch.nn.parameter.is_lazy(p) or p.numel() for p in trainable):
-        faults.append("the model has no trainable parameter")
+        errors.append("the model has no trainable parameter")
     devices = sorted({str(p.device) for p in model.parameters() if not p.is_meta})
     if len(devices) > 1:
-        faults.append(f"the model lies on several devices ({', '.join(devices)}); move it to one")
-    return faults
+        errors.append(f"the model is on several devices ({', '.join(devices)}); move it to one")
+    return errors
 
 
-def _loss_faults(loss: Any) -> list[str]:
-    """Of torch's own losses, given as classes, functions, partials or methods of these."""
+def _loss_errors(loss: Any) -> list[str]:
+    """Errors of torch's own losses, given as modules, functions, partials or methods of these."""
     keywords: dict[str, Any] = {}
     while isinstance(loss, partial) or isinstance(getattr(loss, "__self__", None), torch.nn.Module):
         if isinstance(loss, partial):
@@ -182,25 +182,25 @@ def _loss_faults(loss: Any) -> list[str]:
         else:
             loss = loss.__self__
     if isinstance(loss, torch.nn.Module):
-        own = type(loss).forward.__module__ == torch.nn.MSELoss.__module__
-        reduction = getattr(loss, "reduction", "mean") if own else "mean"
+        is_torch = type(loss).forward.__module__ == torch.nn.MSELoss.__module__
+        reduction = getattr(loss, "reduction", "mean") if is_torch else "mean"
     else:
         legacy = keywords.get("size_average"), keywords.get("reduce")
-        own = getattr(loss, "__module__", None) == torch.nn.functional.__name__
+        is_torch = getattr(loss, "__module__", None) == torch.nn.functional.__name__
         reduction = keywords.get("reduction", "mean")
         if legacy != (None, None):
             reduction = torch.nn._reduction.legacy_get_string(*legacy, emit_warning=False)
-    if own and reduction == "sum":
+    if is_torch and reduction == "sum":
         return [
-            "loss has reduction='sum', and a step is a mean over the global batch, however its rows are shared "
-            "out: use reduction='mean', and a learning rate as many times as large"
+            "loss has reduction='sum', and a step is a mean over the global batch, however it is divided: use "
+            "reduction='mean', and a learning rate as many times as large"
         ]
-    if own and reduction == "none":
-        return ["loss has reduction='none', which gives a number per row, and a step takes one: use reduction='mean'"]
+    if is_torch and reduction == "none":
+        return ["loss has reduction='none', which gives a number per sample; a step needs one: use reduction='mean'"]
     return []
 
 
-def _schedule_faults(scheduler: Any, optimizer: Any) -> list[str]:
+def _schedule_errors(scheduler: Any, optimizer: Any) -> list[str]:
     if scheduler is None:
         return []
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -211,7 +211,7 @@ def _schedule_faults(scheduler: Any, optimizer: Any) -> list[str]:
         return ["scheduler is a GradScaler: leave it out, precision='fp16' scales the loss by itself"]
     steps = callable(getattr(scheduler, "step", None)) and hasattr(scheduler, "state_dict")
     if isinstance(scheduler, type | torch.optim.Optimizer) or not steps:
-        return [f"scheduler must be a torch.optim.lr_scheduler, got {_named(scheduler)}"]
+        return [f"scheduler must be a torch.optim.lr_scheduler, got {_describe(scheduler)}"]
     for each in _schedulers(scheduler, set()):
         other = getattr(each, "optimizer", None)
         if isinstance(other, torch.optim.Optimizer) and not _shares_groups(other, optimizer):
@@ -223,16 +223,16 @@ def _schedule_faults(scheduler: Any, optimizer: Any) -> list[str]:
 
 
 def _shares_groups(one: torch.optim.Optimizer, other: Any) -> bool:
-    """Some optimizers are wrapped in another, and have its groups."""
-    mine = {id(group) for group in one.param_groups}
-    return one is other or any(id(group) in mine for group in getattr(other, "param_groups", ()))
+    """Whether both have a parameter group in common: an optimizer may wrap another and have its groups."""
+    own_ids = {id(group) for group in one.param_groups}
+    return one is other or any(id(group) in own_ids for group in getattr(other, "param_groups", ()))
 
 
-def _schedulers(scheduler: Any, met: set[int]) -> Iterator[Any]:
-    """It, and those that it is made of."""
-    met.add(id(scheduler))
+def _schedulers(scheduler: Any, seen: set[int]) -> Iterator[Any]:
+    """The scheduler, and those of which it is composed."""
+    seen.add(id(scheduler))
     yield scheduler
     for value in vars(scheduler).values() if hasattr(scheduler, "__dict__") else ():
         for each in value if isinstance(value, list | tuple) else (value,):
-            if id(each) not in met and isinstance(each, torch.optim.lr_scheduler.LRScheduler):
-                yield from _schedulers(each, met)
+            if id(each) not in seen and isinstance(each, torch.optim.lr_scheduler.LRScheduler):
+                yield from _schedulers(each, seen)

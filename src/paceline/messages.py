@@ -1,4 +1,4 @@
-"""What rooms hand each other in a step: what is sent, how all vote on it, what came of it."""
+"""Data types of a step: buckets, gradients, votes, outcomes and updates."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from torch import Tensor
 
 DENSE, FACTORS = "dense", "factors"
 
-RowRange = tuple[int, int]  # rows of a weight, from and to; to 0: all of it
+RowRange = tuple[int, int]  # rows of a weight: (first, end); end 0: all rows
 
 
 class Decision(enum.Enum):
-    COMMIT = "apply"  # all agreed: update
-    RETRY = "redo"  # as if the step had never been; the same global batch again
-    SKIP = "skip"  # as if the step had never been; the next batch follows
+    COMMIT = "apply"  # the update is applied
+    RETRY = "redo"  # all state is rolled back; the same global batch is computed again
+    SKIP = "skip"  # all state is rolled back; the next batch follows
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """One unit of sending: a large parameter, or several small ones. Cut once, in backward order."""
+    """The unit of communication: a large parameter, or several small ones. Fixed at the start, in backward order."""
 
     index: int
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    linear: bool = False  # one fully-connected weight (out, in), whose gradient may travel as factors
+    linear: bool = False  # one fully-connected weight (out, in), whose gradient may be sent as factors
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
@@ -43,15 +43,15 @@ class Bucket:
         return sum(self.numels)
 
     def fits(self, num_rows: int) -> bool:
-        """Whether factors of so many rows are no larger than the gradient, in whose place they lie."""
+        """Whether factors of so many rows fit into the buffer of the gradient."""
         return num_rows * sum(self.shapes[0]) <= self.numel
 
 
 class Gradient:
     """The gradient of one bucket. *Shapes*: flat (numel,), or output_grad (rows, out) with layer_input (rows, in).
 
-    With factors the layer's gradient is ``output_grad.T @ layer_input``, exactly. ``flat`` is the receiver's: an
-    exchange adds into it. ``grads``: each parameter's own, until someone asks for them in one.
+    With factors the layer's gradient is ``output_grad.T @ layer_input``, exactly. The receiver owns ``flat``: an
+    exchange adds into it. ``grads``: a gradient per parameter, until `flat` concatenates them.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Gradient:
     ):
         self.bucket, self._flat, self.grads = bucket, flat, grads
         self.output_grad, self.layer_input = output_grad, layer_input
-        # where the order of sums is fixed: those over which of so many virtual shares there are
+        # where the order of sums is fixed: partial sums, by their range of virtual shards
         self.sums: dict[tuple[int, int], Tensor] | None = None
         self.span, self.num_virtual_shards = (0, 0), 0
 
@@ -82,7 +82,7 @@ class Gradient:
 
     @property
     def kind(self) -> tuple[torch.dtype, torch.device]:
-        """Type and place of its numbers."""
+        """The dtype and device."""
         own = (*(self.grads or ()), self._flat, self.output_grad, *(self.sums or {}).values())
         some = next((each for each in own if each is not None), None)
         some = self.flat if some is None else some
@@ -92,43 +92,43 @@ class Gradient:
 
 @dataclass
 class Vote:
-    """A rank's vote on a step, and what all must know. A few hundred bytes; every rank sends one."""
+    """A rank's vote on a step, and the data that all ranks need. A few hundred bytes; every rank sends one."""
 
     ok: bool = True
     finite: bool = True
-    constant: bool = False  # the loss here is not 0, and no trainable parameter is a part of it
+    constant: bool = False  # the loss is not 0, but does not depend on a trainable parameter
     loss_sum: float = 0.0
     metric_sum: float = 0.0
-    samples: int = 0  # whose gradient this is, where they were dealt
-    weight: float = 0.0  # what the loss divides by: samples, tokens, mask
-    expected: float = 0.0  # the same of all ranks together, as known before the step: backward has divided by it
-    seconds: float = 0.0  # spent computing
-    busy: float = 0.0  # seconds of this step, as far as it did not wait for other nodes
-    fixed: float = 0.0  # those of them that its rows do not change: the update
-    multiply: float = 0.0  # per floating-point operation in rebuilding a gradient from factors; 0: not measured
+    samples: int = 0  # of this rank in the gradient, where an assignment divides the batch
+    weight: float = 0.0  # the divisor of the loss: number of samples or tokens, or the sum of a mask
+    expected: float = 0.0  # the weight of all ranks together, known before the step: backward divides by it
+    seconds: float = 0.0  # of computation
+    busy: float = 0.0  # seconds of this step without the waits for other nodes
+    fixed: float = 0.0  # the part of ``busy`` that does not depend on the rows: the update
+    multiply: float = 0.0  # seconds per FLOP of computing a gradient from factors; 0: not measured
     hash: int = 0  # of a slice of the weights before the step; equal on all replicas
-    options: int = 0  # checksum of the numbers in the optimizer's groups
-    unlike: bool = False  # of several: these checksums differ
-    stop_signal: int = 0  # a signal has asked this process to end after this step
-    launcher_lost: bool = False  # this process's launcher is cut off from it; where all are, training ends
-    # the generation in which waiting nodes join, before the next step; 0: none waits
+    options: int = 0  # checksum of the optimizer's options
+    options_differ: bool = False  # of merged votes: these checksums differ
+    stop_signal: int = 0  # a signal that requests the end of training after this step
+    launcher_lost: bool = False  # this process has lost its launcher; training ends where all processes have
+    # the generation in which joining nodes are admitted, before the next step; 0: no node waits
     join_generation: int = 0
-    state_streaming: bool = False  # rank 0 sends a copy of its state, and each step's sums, to a node that waits
+    state_streaming: bool = False  # rank 0 streams its state, and each step's sums, to a joining node
     idle: bool = False  # this process had no samples in this step
-    moves: int = 0  # buffers and parameters that do not train, which forward was found to change
+    moves: int = 0  # buffers and frozen parameters that forward changes, as far as known
     source: int = 0  # the first process that had samples
-    terms: tuple[float, ...] = ()  # each named part of the loss, as a sum
+    terms: tuple[float, ...] = ()  # the sum of each loss component
     used: bytes = b""  # per parameter: 1 if it got a gradient
     dense: bytes = b""  # per bucket: 1 if factors were not its whole gradient
-    rows: tuple[int, ...] = ()  # per bucket: rows that its factors have, or would have had
-    ready: tuple[float, ...] = ()  # per bucket: seconds after the first in which it was offered
-    took: tuple[float, ...] = ()  # per bucket: seconds on the wire, its wait in line left out; 0 with another
+    rows: tuple[int, ...] = ()  # per bucket: rows that its factors have, or would have
+    ready: tuple[float, ...] = ()  # per bucket: seconds from the first bucket's gradient to this one's
+    took: tuple[float, ...] = ()  # per bucket: seconds of communication, without queueing; 0: sent with another
     paces: tuple[tuple[float, float], ...] = ()  # of a vote's result, per node: (busy, fixed)
     shares: tuple[tuple[float, float, float], ...] = ()  # per virtual share: its loss, metric and weight
 
-    # one without rows does not know how many terms the loss has, and all votes of a step are of one size
+    # a rank without rows does not know the number of terms, but all votes of a step must have the same size
     MAX_TERMS = 32
-    NOBODY = (1 << 32) - 1  # in ``source``
+    NO_SOURCE = (1 << 32) - 1  # in ``source``
 
     _HEAD = struct.Struct("<???ddIddddddqI?B?I??IIIIIIIII")
     _SHARE = struct.Struct("<ddd")
@@ -169,14 +169,14 @@ class Vote:
 
     @staticmethod
     def merge(votes: Sequence[Vote]) -> Vote:
-        """All votes as one, in rank order: sums, unions, the slowest, and ok only if all are. Raises ValueError, in
+        """All votes as one, in rank order: sums, unions, maxima of times, and ok only if all are. Raises ValueError, in
         every process that merges them, if they are of different batches."""
         first = votes[0]
         if any(b.expected != first.expected for b in votes):
             raise ValueError(
-                f"the processes were given batches of {', '.join(f'{b.expected:g}' for b in votes)} rows for one and "
-                f"the same step; give each process the whole dataset, from which pace.batches deals, or its own rows "
-                f"of one global batch to pace.step"
+                f"the processes have batches of {', '.join(f'{b.expected:g}' for b in votes)} rows in the same step; "
+                f"give each process the whole dataset, which pace.batches divides, or give pace.step each process's "
+                f"own rows of one global batch"
             )
         merged = Vote(
             ok=all(b.ok for b in votes),
@@ -193,7 +193,7 @@ class Vote:
             multiply=max(b.multiply for b in votes),
             hash=first.hash,
             options=first.options,
-            unlike=any(b.unlike or b.options != first.options for b in votes),
+            options_differ=any(b.options_differ or b.options != first.options for b in votes),
             stop_signal=max(b.stop_signal for b in votes),
             launcher_lost=all(b.launcher_lost for b in votes),
             join_generation=max(b.join_generation for b in votes),
@@ -207,17 +207,17 @@ class Vote:
             dense=bytes(max(column) for column in zip(*(b.dense for b in votes), strict=True)),
             rows=tuple(sum(column) for column in zip(*(b.rows for b in votes), strict=True)),
             ready=tuple(max(column) for column in zip(*(b.ready for b in votes), strict=True)),
-            # the last rank to enter a collective waits for no other: its time is that of the wire
+            # the last rank to enter a collective waits for no other: its time is that of the communication
             took=tuple(min(column) for column in zip(*(b.took for b in votes), strict=True)),
         )
-        if first.shares:  # each is somebody's, and nothing everywhere else: losses are added up in their order, too
+        if first.shares:  # each is of one rank, and 0 in all others: losses are added in a fixed order, too
             merged.shares = tuple(map(_added_up, zip(*(b.shares for b in votes), strict=True)))
             merged.loss_sum, merged.metric_sum, merged.weight = _added_up(merged.shares)
         return merged
 
     @property
     def trains_nothing(self) -> bool:
-        """Of one process: what it found of its whole share."""
+        """Whether this process's share has a loss, but no parameter got a gradient."""
         return bool(self.weight and self.loss_sum) and 1 not in self.used
 
 
@@ -232,7 +232,7 @@ _scalars = operator.attrgetter(*itertools.takewhile(lambda name: name != "terms"
 
 @dataclass
 class Tally:
-    """A vote that is over: all votes as one, each node's, and whether the replicas' hashes differ."""
+    """The result of a vote: the merged vote, each node's vote, and whether the replicas' hashes differ."""
 
     vote: Vote
     votes: list[Vote]
@@ -240,7 +240,7 @@ class Tally:
 
 
 class PendingGradient:
-    """A gradient that has been agreed on and may still be on its way."""
+    """A gradient of a committed step that may not have arrived yet."""
 
     bucket: Bucket
 
@@ -254,9 +254,9 @@ class PendingGradient:
 
 @dataclass
 class StepOutcome:
-    """What every rank holds after a vote: the decision, all gradients in order, and all votes as one.
+    """The outcome of a step on every rank: the decision, all gradients in order, and the merged vote.
 
-    ``pending``: instead of the gradients, where an update may wait for them; in the order in which they arrive.
+    ``pending``: instead of gradients, where the update may be deferred; in the order of arrival.
     """
 
     decision: Decision
@@ -268,18 +268,18 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How agreed sums become an update. Normalised once: gradient = scale * sum."""
+    """How the global sums become an update. Normalised once: gradient = scale * sum."""
 
     scale: float = 1.0
     clip: float | None = None  # global norm
-    check: bool = False  # leave everything as it is if the gradient is not finite
-    step: int = 0  # whose update it is, for messages
+    check: bool = False  # change nothing if the gradient is not finite
+    step: int = 0  # the step's number, for messages
 
 
 @dataclass(frozen=True)
 class Target:
-    """Values that a weight takes, or the optimizer's tensor ``key`` of it: from ``first`` on, in the flat order of a
-    contiguous tensor. ``weight``: its place among `Engine.weights`."""
+    """New values of a weight, or of the optimizer's tensor ``key`` for it: from ``first`` on, in the flat order of a
+    contiguous tensor. ``weight``: its index in `Engine.weights`."""
 
     weight: int
     values: Tensor
@@ -289,10 +289,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Update:
-    """What weights become: a value until `Engine.apply`, which alone writes them. Targets are taken after gradients.
+    """An update of the weights, which only `Engine.apply` executes. Targets are written after gradients are applied.
 
-    ``used``: 1 for each parameter that any backward pass reached. ``pending``: instead of gradients, where these may be
-    waited for.
+    ``used``: 1 for each parameter that any backward pass reached. ``pending``: instead of gradients, where the update
+    may be deferred.
     """
 
     gradients: Sequence[Gradient] = ()
@@ -316,12 +316,12 @@ class CommCost:
 
     @property
     def in_sequence(self) -> float:
-        """Bytes that follow one another, where a rank waits for what another sends."""
+        """Bytes on the critical path, where a rank waits for data of another."""
         return self.bytes
 
 
 def pack_frames(parts: Sequence[bytes]) -> bytes:
-    """Several messages as one."""
+    """Packs several messages into one, each with its length."""
     return b"".join(struct.pack("<I", len(part)) + part for part in parts)
 
 

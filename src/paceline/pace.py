@@ -15,7 +15,7 @@ from paceline.checkpoint import auto_resume
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.export import export
 from paceline.contract import GlobalBatch
-from paceline.data.batches import Batch, Given
+from paceline.data.batches import Batch, UserBatch
 from paceline.data.batches import batches as global_batches
 from paceline.elastic.consistency import compare_data, data_facts
 from paceline.engine.compute import batch as batches_
@@ -35,27 +35,27 @@ from paceline.step.manual_loop import ManualLoop
 from paceline.step.step import ComputeGradient
 from paceline.training import Training
 
-MAX_LOSSES = 16  # during one evaluation
+MAX_ATTEMPTS = 16  # of one evaluation, each ended by a change of members
 
 
 class Pace:
-    """A model being trained by one or many. Made by `join`.
+    """A model that one or many processes train. Made by `join`.
 
-    ``epoch`` and ``next_step``: where the next batch lies. ``facts``: whatever JSON can hold, kept with every
-    checkpoint. ``leader``: true in one process of all.
+    ``epoch`` and ``next_step``: the position of the next batch. ``facts``: JSON metadata, saved with every checkpoint.
+    ``leader``: true in exactly one process.
     """
 
     def __init__(self, training: Training):
         self.training, self.run = training, training.run
         self._manual = ManualLoop(self.run, self._manual_step, self._refuse_wrapped)
-        self._dataset: Any = None  # that `batches` was given last
-        self._first_call = 0  # that was not over when the checkpoint was made
+        self._dataset: Any = None  # the last dataset of `batches`
+        self._first_call = 0  # the call of `batches` in which the checkpoint was made
 
-    # what a script may read
+    # attributes for scripts
 
     @property
     def link(self) -> transport.Link | None:
-        """To other nodes, of local rank 0."""
+        """The link to other nodes, which local rank 0 holds."""
         return self.run.link if self.training.linked else None
 
     @property
@@ -92,7 +92,7 @@ class Pace:
 
     @property
     def agreement(self) -> messages.StepOutcome:
-        """Of the last step."""
+        """The outcome of the last step."""
         return self.run.last
 
     @property
@@ -105,7 +105,7 @@ class Pace:
 
     @property
     def row(self) -> str:
-        """Of a plan, which this training obeys."""
+        """The configuration of this training, as in a plan."""
         return self.run.row
 
     @property
@@ -119,17 +119,17 @@ class Pace:
     # the data
 
     def batches(self, dataset: Any, epochs: int = 1, shuffle: bool = True, workers: int = 0) -> Iterator[Batch]:
-        """Every global batch, as the same sequence on any number of nodes; `step` takes this node's share.
+        """Every global batch, in the same sequence on any number of nodes; `step` takes this node's share.
 
-        ``dataset``: a map-style Dataset, a DataLoader, or an iterable dataset. Epochs count on from call to call. After
-        `restore`, the first call goes on where the checkpoint was made, and ends where it would have ended.
+        ``dataset``: a map-style Dataset, a DataLoader, or an iterable dataset. The epoch count continues from call to
+        call. After `restore`, the first call resumes at the checkpoint, and ends as the interrupted call would have.
         """
         run, cursor = self.run, self.run.cursor
         cursor.epochs, cursor.calls = epochs, cursor.calls + 1
         auto_resume.begin()
         if cursor.calls < self._first_call:
-            return  # had ended before the checkpoint
-        auto_resume.arrive(run)
+            return  # this call had ended before the checkpoint
+        auto_resume.restore_random(run)
         if not cursor.resumed:
             cursor.epoch, cursor.next_step = cursor.epoch + (cursor.next_step > 0), 0
             cursor.began = cursor.epoch
@@ -140,61 +140,61 @@ class Pace:
         if self.training.joiner:
             if not self.training.joiner.enter(epochs):
                 return
-            self.training.joiner = None  # the others have asked each other already
+            self.training.joiner = None  # the members have compared their datasets already
             process_status.report(joined=True)
         elif first:
-            with self.training.among_all("comparing datasets"):
+            with self.training.collective("comparing datasets"):
                 compare_data(run.control, cursor.facts)
         last = sys.maxsize if self.training.stopwatch else cursor.began + epochs  # a trial ends after enough steps
         source = dataset, run.job.batch_size, last, run.job.seed, lambda: run.assignment, shuffle
         cursor.between = False
         try:
-            place = cursor.epoch, cursor.next_step
-            for batch in global_batches(*source, start=place, workers=workers, times=times(), again=cursor.again):
+            position = cursor.epoch, cursor.next_step
+            for batch in global_batches(*source, start=position, workers=workers, times=times(), again=cursor.again):
                 yield batch
                 if self.training.stopwatch:
-                    self.training.stopwatch.resume()  # what the loop did after its step (evaluation) is not the step's
+                    self.training.stopwatch.resume()  # exclude what the loop does after its step, such as evaluation
         finally:
             cursor.between = True
 
     def rows(self, batch: Any) -> Any:
-        """This process's rows of a batch, on the model's device, for a loop of your own; None if it has none."""
+        """This process's samples of a batch, on the model's device, for your own loop; None if it has none."""
         return self._manual.rows(batch)
 
     @property
     def num_steps(self) -> int:
-        """Steps so far, those before a checkpoint included: the same number in every process, also of a late node."""
+        """Steps so far, including those before a checkpoint: equal in every process, also of a joining node."""
         return self.run.num_steps
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Each node's rows of a whole global batch, as they are dealt at present."""
+        """Each node's present number of samples of a whole global batch."""
         return self.run.shares
 
     @property
     def terms(self) -> dict[str, float]:
-        """Each named part of the last step's loss, as a global mean, where the loss is a dict."""
+        """The global mean of each component of the last step's loss, where the loss is a dict."""
         return self.training.steps.terms
 
     # the step
 
     def step(self, batch: Any) -> float:
-        """Forward, backward, agree, update. Returns the mean loss over the global batch.
+        """Forward, backward, all-reduce, optimizer step. Returns the mean loss over the global batch.
 
-        ``batch`` comes from `batches`, or is this process's own rows, shaped as the dataset would give them.
+        ``batch`` comes from `batches`, or contains this process's own samples, in the form of the dataset.
         Raises LinkError, NotFinite (a FloatingPointError), NoGradient (a RuntimeError), UnlikeOptions (a ValueError),
         CheckpointError once, after the step, where ``save(wait=False)`` could not write, and `Stopped` (a SystemExit)
-        after a signal, once all is saved.
+        after a signal, once a checkpoint is saved.
         """
         if not isinstance(batch, GlobalBatch):
-            batch = Given(batch, float(self.run.job.batch_size))
-        auto_resume.missed(self)
+            batch = UserBatch(batch, float(self.run.job.batch_size))
+        auto_resume.on_step_without_data(self)
         return self.training.step(batch)
 
     def _manual_step(self, batch: GlobalBatch, gradient: ComputeGradient) -> float:
-        auto_resume.missed(self)
+        auto_resume.on_step_without_data(self)
         loss = self.training.step(batch, gradient)
-        self.settle()  # a loop of your own reads weights where it likes
+        self.settle()  # the user's own loop may read weights at any point
         return loss
 
     def _refuse_wrapped(self) -> None:
@@ -202,19 +202,19 @@ class Pace:
             self.training.wrappers.refuse_own_loop()
 
     def backward(self, loss: Any, rows: int | None = None) -> None:
-        """For a loop of your own: adds the gradient of ``loss``, a mean over this process's rows or (sum, weight).
+        """For your own loop: adds the gradient of ``loss``, a mean over this process's samples or (sum, weight).
 
-        May be called several times before `update` (several losses over the same rows). ``rows``: how many the mean is
-        over, where they did not come from `rows`. Nothing leaves before `update`: communication is not overlapped.
+        May be called several times before `update` (several losses over the same samples). ``rows``: the number of
+        samples in the mean, where they did not come from `rows`. Communication begins in `update`, without overlap.
         """
         self._manual.backward(loss, rows)
 
     def clip(self, norm: float) -> None:
-        """Clips the next `update` by the global norm of everyone's gradient."""
+        """Clips the next `update` by the norm of the global gradient."""
         self._manual.clip(norm)
 
     def update(self) -> float:
-        """After `backward`: everyone's gradients are added up and applied. Returns the global mean loss."""
+        """After `backward`: all-reduces the gradients and applies them. Returns the global mean loss."""
         return self._manual.update()
 
     @property
@@ -223,31 +223,31 @@ class Pace:
         return self.engine.norm
 
     def settle(self) -> None:
-        """With overlap="forward": waits for the last step's update, before you read weights yourself between steps.
+        """With overlap="forward": waits for the last step's update. Call it before you read weights between steps.
 
         `save`, `evaluate`, `export`, `close`, ``state_dict`` and calls of the model do so by themselves.
         """
         self.run.settle()
 
-    # what must happen once, everywhere, or be counted once
+    # operations of one process per node, and collective evaluation
 
     def once(self, work: Callable[..., Any] | None = None, *args: Any) -> Any:
-        """Without arguments: whether this is the one process of its node that should do a thing.
+        """Without arguments: true in exactly one process of each node.
 
-        With a function: that process calls it while the others wait; its result there, None elsewhere.
+        With a function: that process calls it while the others wait. Returns its result there, None elsewhere.
         """
-        chosen = self.world.local_rank == 0
+        first = self.world.local_rank == 0
         if work is None:
-            return chosen
-        with self.training.among_all("waiting for what one process does once"):
-            return alone(self.control, lambda: chosen, lambda: work(*args))
+            return first
+        with self.training.collective("waiting for one process's work in Pace.once"):
+            return alone(self.control, lambda: first, lambda: work(*args))
 
     def evaluate(self, dataset: Any, metric: Callable[..., Any] | None = None, rows: int | None = None) -> Any:
-        """Mean of ``metric`` (the job's by default) over a dataset, every sample once, shared out among all.
+        """Mean of ``metric`` (the job's by default) over a dataset: every sample once, divided among all processes.
 
-        ``metric(output, target)`` is a sum over rows, a (sum, weight), or a dict of these. ``rows`` go through the
-        model at a time: by default as many as in a step, which is known to fit. Every process must call it,
-        as every process must call `step` and `save`.
+        ``metric(output, target)`` is a sum over samples, a (sum, weight), or a dict of these. ``rows``: samples per
+        forward pass, by default as many as in a step, which fit into memory. Collective: every process must call it,
+        as `step` and `save`.
         """
         metric = metric or self.job.metric
         if metric is None:
@@ -256,86 +256,86 @@ class Pace:
         rows = rows or max(1, self.job.batch_size // self.world.world_size)
         if self.job.most_rows:
             rows = max(1, min(rows, self.job.most_rows // self.world.local_size))
-        with self.training.among_all("evaluating"):
+        with self.training.collective("evaluating"):
             average(self.run)
-            for _ in range(MAX_LOSSES):
+            for _ in range(MAX_ATTEMPTS):
                 buffer_broadcast.broadcast_buffers(self.job.model, self.engine, self.control)
-                how = self.run.assignment, dataset, metric, rows, self._seen
-                found = evaluate(self.job.model, self.engine, self.control, *how)
-                if found is not None:
-                    if self.training.witness:
-                        self.training.witness.evaluate(found, metric)
-                    return found
-            raise LinkError(f"{MAX_LOSSES} times the nodes disagreed on who had begun; look at the network")
+                options = self.run.assignment, dataset, metric, rows, self._cast_batch
+                result = evaluate(self.job.model, self.engine, self.control, *options)
+                if result is not None:
+                    if self.training.equivalence_run:
+                        self.training.equivalence_run.evaluate(result, metric)
+                    return result
+            raise LinkError(f"the members changed during each of {MAX_ATTEMPTS} evaluations; check the network")
 
-    def _seen(self, rows: Any) -> Any:
-        return self.training.witness.cast(rows, batches_.mapped) if self.training.witness else rows
+    def _cast_batch(self, rows: Any) -> Any:
+        return self.training.equivalence_run.cast(rows, batches_.mapped) if self.training.equivalence_run else rows
 
-    # what is kept
+    # checkpoints and export
 
     def save(self, folder: str | os.PathLike[str] | None = None, wait: bool = True) -> Path | None:
-        """A checkpoint of everything, from which `restore` goes on bit by bit. All processes must call it.
+        """Saves a checkpoint of all state, from which `restore` resumes bit by bit. All processes must call it.
 
-        Written whole or not at all, to ``folder`` (the run's by default). Returns its path in the leader.
+        It is written atomically, to ``folder`` (the run's by default). Returns its path in the leader.
 
-        With ``wait=False`` everything is copied, and written while training goes on. The next `save`, `restore` and
-        the end wait for it; what went wrong is raised once, by every process, by the next `step` or by these.
+        With ``wait=False`` all state is copied, and written while training continues. The next `save`, `restore` and
+        the end wait for it. An error is raised once, in every process, by the next `step` or by one of these.
         Raises CheckpointError (an OSError).
         """
         return self.training.save(self._run_folder(folder, "save"), wait)
 
     def restore(self, folder: str | os.PathLike[str] | None = None) -> bool:
-        """Goes on from the newest whole checkpoint of a run, or from one checkpoint. False if there is none.
+        """Resumes from the newest complete checkpoint of a run, or from one checkpoint. False if there is none.
 
-        On the same number of processes and the same plan, every bit is as if nothing had happened. All must call it,
-        and all take the same: the newest that every one of them can read. Raises ValueError for a checkpoint of another
-        model, naming what differs, and where they have none in common; CheckpointError where all are damaged.
+        With the same number of processes and the same plan, training continues bit by bit as if uninterrupted. Every
+        process must call it; all use the newest checkpoint that each can read. Raises ValueError for a checkpoint of
+        another model, with the differences, or if they have none in common; CheckpointError if all are damaged.
         """
         run = self._run_folder(folder, "restore")
         if self.training.joiner:
-            return True  # the others are further
-        found = self._restore(run) is not None
-        auto_resume.by_script(self, found)
-        return found
+            return True  # the state comes from the members
+        result = self._restore(run) is not None
+        auto_resume.on_script_restore(self, result)
+        return result
 
     def resume_unasked(self) -> bool:
-        """As `restore`, for a script that does not call it."""
+        """Like `restore`, for a script that does not call it."""
         run = self._run_folder(None, "restore")
-        kept = self._restore(run, lambda state: bool(state.get("join", 0) == self.run.number))
-        if kept:
-            self._first_call = kept.state.get("call", 0)
-            self.run.cursor.resumed = not kept.state.get("between", False)  # else the next call is one of its own
-        return kept is not None
+        checkpoint = self._restore(run, lambda state: bool(state.get("join", 0) == self.run.number))
+        if checkpoint:
+            self._first_call = checkpoint.state.get("call", 0)
+            self.run.cursor.resumed = not checkpoint.state.get("between", False)  # else the next call starts anew
+        return checkpoint is not None
 
     def _restore(self, run: Path, fits: Callable[[Any], bool] = bool) -> Checkpoint | None:
-        with self.training.among_all("restoring"):
-            kept = None if self.run.watched else self.training.saver.restore(run, fits)
-        if self.training.admission and kept:
+        with self.training.collective("restoring"):
+            checkpoint = None if self.run.watched else self.training.saver.restore(run, fits)
+        if self.training.admission and checkpoint:
             self.training.admission.begin_again()
-        for each in self.run.observers if kept else ():
-            each.averaged()
-        self.run.cursor.resumed = self.run.cursor.resumed or kept is not None
-        return kept
+        for observer in self.run.observers if checkpoint else ():
+            observer.averaged()
+        self.run.cursor.resumed = self.run.cursor.resumed or checkpoint is not None
+        return checkpoint
 
     def export(self, path: str | os.PathLike[str]) -> None:
-        """The model's ``state_dict`` alone, as safetensors, written by one process, whole or not at all."""
+        """Writes the model's ``state_dict`` alone, as safetensors, atomically, in one process."""
         if self.run.watched:
             return
         self.settle()
-        with self.training.among_all("exporting"):
+        with self.training.collective("exporting"):
             average(self.run)
             buffer_broadcast.broadcast_buffers(self.job.model, self.engine, self.control)
             alone(self.control, lambda: self.leader, lambda: export(Path(path), self.engine.state(), self.facts))
 
-    def _run_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> Path:
+    def _run_folder(self, folder: str | os.PathLike[str] | None, method: str) -> Path:
         if folder is None and self.folder is None:
-            raise ValueError(f"{doing}() needs a folder: {doing}('runs/mine'), or join(folder='runs/mine')")
+            raise ValueError(f"{method}() needs a folder: {method}('runs/mine'), or join(folder='runs/mine')")
         return Path(folder) if folder is not None else self.folder or Path()
 
     # the end
 
     def close(self, reason: str = "finished") -> None:
-        """Leaves the others in peace. Called at the end of a ``with`` block; ``reason`` is for the record."""
+        """Ends normally, together with all processes. Called at the end of a ``with`` block; ``reason`` is logged."""
         self.training.close(reason)
 
     def __enter__(self) -> Pace:
@@ -348,8 +348,8 @@ class Pace:
             self.close()
         elif not isinstance(error, Stopped):
             with contextlib.suppress(Exception):
-                self.engine.close()  # its sockets tell the others
-            # a second Ctrl-C wants the end at once
+                self.engine.close()  # closed sockets notify the other processes
+            # a second Ctrl-C must end the process at once
             unwritten = self.training.leave(f"{kind.__name__}: {error}", wait=not isinstance(error, KeyboardInterrupt))
             if unwritten:
                 log.error(str(unwritten))

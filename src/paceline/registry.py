@@ -1,8 +1,8 @@
-"""A name becomes an object: find("codec", "topk", keep=0.01); names("codec"); typo hints.
+"""Plug-in registry: finds objects by name, as in find("codec", "topk", keep=0.01); lists names; suggests corrections.
 
-A plug-in is one module in a room with one class named as the room's promise (Engine, Link, Codec,
-Exchange). Nothing is registered: the folder is the table. Names of defaults stand here, and nowhere else; a plug-in's
-traits stand in its class (`says`).
+A plug-in is one module in a subpackage ("room") with one class named as the room's interface (Engine, Link, Codec,
+Exchange). No plug-in is registered: the folder is the table. Names of defaults are only in this module; a plug-in's
+traits are in its class (`says`).
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from pathlib import Path
 from typing import Any
 
 ROOMS = {"engine": "Engine", "exchange": "Exchange", "codec": "Codec", "link": "Link", "models": "build"}
-PROMISES = "contract.py", "transport.py"  # where these classes are promised
-PLACES = {"models": "train.models"}  # of rooms that lie inside of others
-FORMERLY = {  # former names of methods, which scripts, plans and checkpoints may still have
+INTERFACES = "contract.py", "transport.py"  # the modules of these classes' interfaces
+PLACES = {"models": "train.models"}  # of rooms inside other rooms
+FORMER_NAMES = {  # former names of methods, which scripts, plans and checkpoints may contain
     "engine": {"virtual": "reproducible", "replay": "emulated"},
     "exchange": {"periodic": "local_sgd", "tree": "ordered"},
     "link": {"torch": "gloo"},
 }
 
-# engines: what all others are held against; many cores for one process, for many, for many copies in one
+# engines: the baseline; one process with many threads; many processes; many replicas in one process
 BASELINE, THREADS, PROCESSES, REPLICAS = "sequential", "threads", "processes", "replicas"
 ONE_PROCESS = f"{BASELINE} or {THREADS}:k"
-# what makes the same bits on any number of nodes: an engine with so many shares, and the exchange that adds them up
+# bit-equal results on any number of nodes: an engine with so many virtual shards, and an exchange with fixed order
 REPRODUCIBLE, SHARES, FIXED_ORDER = "reproducible", 8, "ordered"
 EXCHANGE, CODEC, LINK, ENCRYPTED, ALONE = "allreduce", "none", "gloo", "tls", "memory"
 MODEL, MODEL_OF_SAMPLE = "alexnet", "small"
 
-_PARSING = threading.Lock()  # two threads at once may fail in ast.parse (Python 3.11)
+_PARSING = threading.Lock()  # ast.parse may fail in two threads at once (Python 3.11)
 
 
 @cache
 def _texts(room: str) -> dict[str, str]:
-    """The room's modules, read and not imported: a list should not cost the import of torch."""
+    """The source of the room's modules, which are not imported: listing must not import torch."""
     package = importlib.util.find_spec(f"paceline.{PLACES.get(room, room)}")
     folders = package.submodule_search_locations if package else None
     paths = (path for folder in folders or () for path in Path(folder).glob("*.py"))
@@ -51,14 +51,14 @@ def _texts(room: str) -> dict[str, str]:
 @cache
 def names(room: str) -> tuple[str, ...]:
     """All plug-ins of a room, sorted."""
-    made = re.compile(rf"^(class|def) {ROOMS[room]}\b", re.MULTILINE)
-    return tuple(sorted(name for name, text in _texts(room).items() if made.search(text)))
+    pattern = re.compile(rf"^(class|def) {ROOMS[room]}\b", re.MULTILINE)
+    return tuple(sorted(name for name, text in _texts(room).items() if pattern.search(text)))
 
 
 def current(room: str, text: str) -> str:
-    """``text``, which begins with a method's name, with today's: "virtual:8+bf16" becomes "reproducible:8+bf16"."""
+    """``text`` with a former method name replaced by the present one: "virtual:8+bf16" -> "reproducible:8+bf16"."""
     name = re.split(r"\W", text, maxsplit=1)[0]
-    return FORMERLY.get(room, {}).get(name, name) + text[len(name) :]
+    return FORMER_NAMES.get(room, {}).get(name, name) + text[len(name) :]
 
 
 def describe(room: str, name: str) -> str:
@@ -69,48 +69,48 @@ def describe(room: str, name: str) -> str:
 
 
 def head(text: str) -> tuple[str, str]:
-    """(name, argument) of a plug-in or a row that starts with one: "processes:2+bf16" is ("processes", "2")."""
+    """(name, argument) of a plug-in, or of a configuration: "processes:2+bf16" is ("processes", "2")."""
     name, _, argument = text.partition("+")[0].partition("/")[0].strip().partition(":")
     return name, argument
 
 
 def says(room: str, name: str, trait: str) -> Any:
-    """The plain value of the plug-in's class attribute, else of the one that it inherits from, else the promise's.
+    """The literal value of the plug-in's class attribute, else of its base class, else of the interface.
 
-    Read and not imported, as `names`. Of an unknown name, the promise's.
+    The source is read, not imported, as in `names`. For an unknown name: the interface's value.
     """
     name = current(room, name)
-    known = name in names(room)
-    values, base = _said(_texts(room)[name] if known else _promises(), ROOMS[room])
-    return values[trait] if trait in values or not known else says(room, base, trait)
+    exists = name in names(room)
+    values, base = _literal_attributes(_texts(room)[name] if exists else _interfaces(), ROOMS[room])
+    return values[trait] if trait in values or not exists else says(room, base, trait)
 
 
 @cache
-def _promises() -> str:
-    return "\n".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in PROMISES)
+def _interfaces() -> str:
+    return "\n".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in INTERFACES)
 
 
 @cache
-def _said(text: str, kind: str) -> tuple[dict[str, Any], str]:
-    """The literal attributes of a module's class, and the module that this inherits from, where that is of its room."""
+def _literal_attributes(text: str, kind: str) -> tuple[dict[str, Any], str]:
+    """The literal attributes of a module's class, and the module of its base class, where that is of the same room."""
     with _PARSING:
         body = ast.parse(text).body
-    known = {each.asname: each.name for node in body if isinstance(node, ast.ImportFrom) for each in node.names}
+    imported = {each.asname: each.name for node in body if isinstance(node, ast.ImportFrom) for each in node.names}
     classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
     bases = [ast.unparse(base) for base in classes[kind].bases]
     values: dict[str, Any] = {}
-    for made in [*(classes[base] for base in bases if base in classes), classes[kind]]:  # a promise is made of several
-        values |= _literals(made)
+    for definition in [*(classes[base] for base in bases if base in classes), classes[kind]]:  # interfaces have bases
+        values |= _literals(definition)
     base = bases[0].partition(".")[0] if bases else ""
-    return values, known.get(base, base)
+    return values, imported.get(base, base)
 
 
-def _literals(made: ast.ClassDef) -> dict[str, Any]:
+def _literals(definition: ast.ClassDef) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for node in made.body:
+    for node in definition.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            with contextlib.suppress(ValueError):  # what is no literal, only an import can tell
+            with contextlib.suppress(ValueError):  # other values need an import
                 value = ast.literal_eval(node.value)
                 if isinstance(target, ast.Tuple):
                     values |= zip(map(ast.unparse, target.elts), value, strict=True)
@@ -120,7 +120,7 @@ def _literals(made: ast.ClassDef) -> dict[str, Any]:
 
 
 def module(room: str, name: str) -> Any:
-    """The plug-in's module. Raises ValueError naming what is known and what was probably meant."""
+    """The plug-in's module. Raises ValueError with the known names and the most similar one."""
     name = current(room, name)
     if name not in names(room):
         close = difflib.get_close_matches(name, names(room), n=1, cutoff=0.5)
@@ -130,7 +130,7 @@ def module(room: str, name: str) -> Any:
 
 
 def find(room: str, name: str, *args: Any, **options: Any) -> Any:
-    """The plug-in's object, made with its options. Raises ValueError for a wrong name or option."""
+    """The plug-in's object, created with its options. Raises ValueError for an unknown name or option."""
     maker = getattr(module(room, name), ROOMS[room])
     try:
         inspect.signature(maker).bind(*args, **options)

@@ -1,4 +1,4 @@
-"""Connects the axes: a job, an engine, a link, a codec and an exchange become one training session."""
+"""`join`: builds one training session from a job, an engine, a link, a codec and an exchange."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from paceline.training import Training
 if TYPE_CHECKING:
     from paceline.elastic.joiner import JoiningLink
 
-_here: list[Pace] = []  # that this process has joined, and not left
-_joins = itertools.count()  # every process joins in the same order, so each join is a meeting of its own
+_joined: list[Pace] = []  # the sessions of this process that have not ended
+_joins = itertools.count()  # every process joins in the same order, so each join is a separate rendezvous
 
 
 def join(
@@ -75,57 +75,57 @@ def join(
     reproducible: bool | int = False,
     encrypt: bool | None = None,
 ) -> Pace:
-    """Joins this process to the training: alone, or one of many, with the same script.
+    """Joins this process to a training, as its only process or as one of many that run the same script.
 
-    model, optimizer    yours, and they stay so: any nn.Module, any torch.optim optimizer but LBFGS; of a model in
+    model, optimizer    remain yours: any nn.Module, any torch.optim optimizer but LBFGS; of a model in
                         DistributedDataParallel or DataParallel the module inside is trained
-    loss                ``loss(output, target)``: a mean over rows, a (sum, weight), or a dict of means; None: the
-                        output's own ``.loss``. With a parameter named ``batch`` it sees the whole batch
+    loss                ``loss(output, target)``: a mean over samples, a (sum, weight), or a dict of means; None: the
+                        output's own ``.loss``. A parameter named ``batch`` receives the whole batch
     batch_size          global: over all processes and nodes
-    clip                the global norm that gradients are clipped by
-    accumulate          micro-batches that a process computes its share in, for memory
-    precision           "fp32", "bf16", "fp16" (with loss scaling); None: what the plan says
+    clip                the maximum global norm of gradients
+    accumulate          micro-batches in which a process computes its share, to save memory
+    precision           "fp32", "bf16", "fp16" (with loss scaling); None: that of the plan
     scheduler           a torch.optim.lr_scheduler, stepped once per applied step
     batch_norm          "local": each process's own statistics, as DDP; "sync": those of the global batch
-    buffers             that forward changes by a process's samples, such as a codebook: "own": each process keeps
+    buffers             that forward changes from a process's samples, such as a codebook: "own": each process keeps
                         its own, and rank 0's are saved; "broadcast": rank 0's everywhere after each step, as DDP
-    seed                of the order of samples, and of each process's randomness
-    metric              ``metric(output, target)``, a sum over rows, for `evaluate` and the record
+    seed                of the order of samples, and of each process's random state
+    metric              ``metric(output, target)``, a sum over samples, for `evaluate` and the event log
     forward             ``forward(model, batch)``, where model(*batch[:-1]) or model(**batch) is not the call
-    engine              how this node computes; else PACELINE_ENGINE, else the plan kept for this job, else threads
-    exchange, codec     how nodes agree, and what a gradient looks like on the wire
-    folder, keep        the run's folder (record, checkpoints; else PACELINE_FOLDER), and how many checkpoints stay
+    engine              the node's parallelism; else PACELINE_ENGINE, else this job's cached plan, else threads
+    exchange, codec     gradient synchronisation and gradient compression
+    folder, keep        the run's folder (event log, checkpoints; else PACELINE_FOLDER), and how many checkpoints stay
 
-    shares              of the global batch on several nodes: "measured": as fast as each is, re-dealt when that
-                        changes; "equal"; or numbers in proportion, one per node; else PACELINE_SHARES, else measured
-    most_rows           of the global batch that this node ever has, for memory
+    shares              of the global batch on several nodes: "measured": by each node's speed, adapted when it
+                        changes; "equal"; or proportional numbers, one per node; else PACELINE_SHARES, else measured
+    most_rows           the maximum samples of the global batch for this node, to limit memory
     overlap             "backward": a step ends with its update; "forward": gradients arrive, and are applied, while the
                         next step's forward pass runs, for slow networks; else PACELINE_OVERLAP, else backward
-    reproducible        the final weights are the same bits for any number of nodes, and whatever nodes are lost, on
-                        like processors: the batch is computed in 8 shares, or as many as given, whose gradients are
-                        added up in a fixed order; as engine="reproducible:8", exchange="ordered"
-    encrypt             everything between nodes is encrypted, by TLS 1.3; else PACELINE_ENCRYPT, which --encrypt sets
+    reproducible        the final weights are bit-equal for any number of nodes, also if nodes fail, on processors of
+                        the same kind: the batch is divided into 8 virtual shards, or the given number, whose gradients
+                        are added in a fixed order; same as engine="reproducible:8", exchange="ordered"
+    encrypt             encrypts all traffic between nodes by TLS 1.3; else PACELINE_ENCRYPT, which --encrypt sets
 
     All nodes start from rank 0's weights. With a folder, Ctrl-C and SIGTERM end the step, save, and exit. Raises
-    ValueError for wrong arguments, LinkError when the others cannot be reached.
+    ValueError for wrong arguments, LinkError when other nodes cannot be reached.
     """
     configure()
-    asked = _Asked(engine, exchange, codec, shares, overlap, keep, reproducible, encrypt, folder)
-    joined = [each.job.model for each in _here if not each.training.over and not each.training.broken]
-    found = join_arguments.faults(model, optimizer, asked.words, joined)
+    request = _Request(engine, exchange, codec, shares, overlap, keep, reproducible, encrypt, folder)
+    joined = [pace.job.model for pace in _joined if not pace.training.over and not pace.training.broken]
+    found = join_arguments.faults(model, optimizer, request.arguments, joined)
     size = batch_size * stopwatch.times() if isinstance(batch_size, int) else batch_size
-    dealt = "measured" if found else load_balance.wanted(asked.words["shares"])
+    shares = "measured" if found else load_balance.parse_shares(request.arguments["shares"])
     job_of = partial(Job, batch_norm=batch_norm, forward=forward, most_rows=most_rows, buffers=buffers, found=found)
-    inside, how = wrapped_models.inside(model), (metric, accumulate, precision, scheduler)
-    job = job_of(inside, optimizer, loss, size, clip, seed, *how, shares=dealt)
-    # of a comparison: a rank that a process alone is told
+    inside, options = wrapped_models.inside(model), (metric, accumulate, precision, scheduler)
+    job = job_of(inside, optimizer, loss, size, clip, seed, *options, shares=shares)
+    # in an equivalence run, a single process may be given a rank
     world = LaunchEnvironment() if equivalence.requested().get("told") else LaunchEnvironment.of_environment()
-    return _train(asked, job, world, model)
+    return _train(request, job, world, model)
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What `join` was given that says how nodes compute and agree, and where they write."""
+class _Request:
+    """The arguments of `join` that determine parallelism, communication and the run's folder."""
 
     engine: str | None
     exchange: str
@@ -138,15 +138,15 @@ class _Asked:
     folder: str | os.PathLike[str] | None
 
     @property
-    def words(self) -> dict[str, Any]:
-        """By their names; the default of shares is the environment's."""
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name; the default of shares is from the environment."""
         shares = os.environ.get("PACELINE_SHARES", "measured") if self.shares is None else self.shares
         return {**vars(self), "shares": shares}
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """``row``: of the engine and its numerics. ``exchange_name``: with its options."""
+    """``row``: the engine and its numerics, as in a plan. ``exchange_name``: with its options."""
 
     row: str
     engine: Engine
@@ -155,21 +155,21 @@ class _Parts:
     exchange_name: str
 
 
-def _train(asked: _Asked, job: Job, world: LaunchEnvironment, given: torch.nn.Module) -> Pace:
-    """Parts, a link between the nodes, and the training that they make. ``given``: the model, wrapped as it was."""
-    hidden = _encrypted(asked.encrypt)
-    secret_of_environment()  # what this process starts from now on need not know it
-    row = _row(asked, world, job)
+def _train(request: _Request, job: Job, world: LaunchEnvironment, given: torch.nn.Module) -> Pace:
+    """Builds the parts, the link between the nodes, and the training. ``given``: the model, possibly in a wrapper."""
+    encrypted = _encrypted(request.encrypt)
+    secret_of_environment()  # removes the secret from the environment of child processes
+    row = _row(request, world, job)
     sys.excepthook = _one_line(sys.excepthook)
     affinity.keep()
     if collective := os.environ.get("PACELINE_COLLECTIVE", ""):
-        Collective(collective)  # an unknown name is refused before the others are called
-    parts = _parts(asked, row, world, job)
-    members, late = _linked(world, job.model, hidden, collective)
+        Collective(collective)  # raises an error for an unknown name before the rendezvous
+    parts = _parts(request, row, world, job)
+    members, joining_link = _linked(world, job.model, encrypted, collective)
     wrappers = wrapped_models.Wrappers(given)
     try:
         made = parts.engine, parts.exchange, parts.codec
-        training = Training(job, *made, members, world, _folder(asked.folder), asked.keep, late)
+        training = Training(job, *made, members, world, _folder(request.folder), request.keep, joining_link)
     except BaseException:
         wrappers.restore()
         raise
@@ -178,70 +178,71 @@ def _train(asked: _Asked, job: Job, world: LaunchEnvironment, given: torch.nn.Mo
     if wrappers.found and pace.leader:
         log.info(wrappers.words)
         pace.record.write("hint", text=wrappers.words)
-    _here[:] = [*(each for each in _here if not each.training.over), pace]
-    _record(pace, parts, asked.codec, job.batch_size, bool(members and hidden))
+    _joined[:] = [*(pace for pace in _joined if not pace.training.over), pace]
+    _record(pace, parts, request.codec, job.batch_size, bool(members and encrypted))
     training.announce_met()
-    training.home.measure()
-    auto_resume.enlist(pace, bool(world.join_ticket))
+    training.run_folder.measure()
+    auto_resume.register(pace, bool(world.join_ticket))
     if not world.join_ticket:
         process_status.report(joined=True)
-    atexit.register(lambda: process_status.report(step=pace.num_steps))  # of a script that ends by an exit code alone
+    atexit.register(lambda: process_status.report(step=pace.num_steps))  # also if the script ends by sys.exit
     return pace
 
 
-def _row(asked: _Asked, world: LaunchEnvironment, job: Job) -> str:
-    """How this node computes: as `join` says, else the environment, else what fits; made reproducible where asked."""
-    row = asked.engine or os.environ.get("PACELINE_ENGINE")
-    row = registry.current("engine", row or (registry.REPRODUCIBLE if asked.reproducible else _default_row(world, job)))
-    if not asked.reproducible:
+def _row(request: _Request, world: LaunchEnvironment, job: Job) -> str:
+    """The node's configuration: `join`'s argument, else the environment's, else the default; reproducible if asked."""
+    row = request.engine or os.environ.get("PACELINE_ENGINE")
+    row = row or (registry.REPRODUCIBLE if request.reproducible else _default_row(world, job))
+    row = registry.current("engine", row)
+    if not request.reproducible:
         return row
-    engine, *words = row.split("+")
-    if asked.reproducible is not True or not registry.says("engine", registry.head(engine)[0], "reproduces"):
-        engine = f"{registry.REPRODUCIBLE}:{registry.SHARES if asked.reproducible is True else asked.reproducible}"
-    return "+".join([engine, *words])
+    engine, *options = row.split("+")
+    if request.reproducible is not True or not registry.says("engine", registry.head(engine)[0], "reproduces"):
+        engine = f"{registry.REPRODUCIBLE}:{registry.SHARES if request.reproducible is True else request.reproducible}"
+    return "+".join([engine, *options])
 
 
-def _parts(asked: _Asked, row: str, world: LaunchEnvironment, job: Job) -> _Parts:
-    """Raises ValueError for what does not go together."""
+def _parts(request: _Request, row: str, world: LaunchEnvironment, job: Job) -> _Parts:
+    """Raises ValueError for incompatible arguments."""
     name, numerics = parse_row(row)
-    engine, exchange = registry.parse("engine", name), registry.current("exchange", asked.exchange)
+    engine, exchange = registry.parse("engine", name), registry.current("exchange", request.exchange)
     if engine.reproduces and exchange == registry.EXCHANGE:
         exchange = registry.FIXED_ORDER
-    parts = _Parts(row, engine, registry.parse("exchange", exchange), registry.parse("codec", asked.codec), exchange)
+    parts = _Parts(row, engine, registry.parse("exchange", exchange), registry.parse("codec", request.codec), exchange)
     engine.seed, engine.accumulate = job.seed, job.accumulate
     engine.numerics = dataclasses.replace(numerics, precision=job.precision) if job.precision else numerics
     if job.forward:
         engine.call_model = job.forward
-    parts.exchange.overlap = overlaps.choose(asked.overlap, job, row, engine, parts.exchange)
+    parts.exchange.overlap = overlaps.choose(request.overlap, job, row, engine, parts.exchange)
     precision, shares = engine.numerics.precision, engine.num_virtual_shards
     if against := join_arguments.clashes(
-        world, name, precision, parts.exchange, exchange, asked.codec, job.buffers, shares, job.batch_norm
+        world, name, precision, parts.exchange, exchange, request.codec, job.buffers, shares, job.batch_norm
     ):
         raise ValueError(f"join: {'; '.join(against)}")
     return parts
 
 
 def _linked(
-    world: LaunchEnvironment, model: torch.nn.Module, hidden: bool, collective: str
+    world: LaunchEnvironment, model: torch.nn.Module, encrypted: bool, collective: str
 ) -> tuple[Members | None, JoiningLink | None]:
-    """The nodes of the run, where there are several and this process is its node's first; of a late one, as which."""
+    """The members of the run, in the first process of each of several nodes; on a joining node also its link."""
     if world.join_ticket and world.local_rank == 0:
-        from paceline.elastic.joiner import JoiningLink  # which only some need
+        from paceline.elastic.joiner import JoiningLink  # needed only here
 
-        if not registry.says("link", kind := _link(world, model, hidden), "admits"):
+        if not registry.says("link", kind := _link(world, model, encrypted), "admits"):
             raise ValueError(
-                f"no node joins late over {kind.upper()}, which PACELINE_LINK asks for; start the run again"
+                f"PACELINE_LINK selects {kind.upper()}, over which no node can join later; start the run again"
             )
         made = registry.module("link", kind).Link
-        late = JoiningLink(Path(world.join_ticket), os.environ.get("PACELINE_NODE", ""), made)
-        return joining(late.activity, collective, late.join), late
+        joining_link = JoiningLink(Path(world.join_ticket), os.environ.get("PACELINE_NODE", ""), made)
+        return joining(joining_link.activity, collective, joining_link.join), joining_link
     if world.join_ticket or world.num_nodes == 1:
         return None, None
-    if not registry.says("link", kind := _link(world, model, hidden), "finds_others") and not world.host:
+    if not registry.says("link", kind := _link(world, model, encrypted), "finds_others") and not world.host:
         raise ValueError(
             f"mpirun started {world.world_size} processes on several nodes and does not say where rank 0 runs; add -x "
             f"MASTER_ADDR=HOST to mpirun, the name by which the others know the first host; or start one process "
-            f"per node (--map-by ppr:1:node) with paceline[mpi] installed, where MPI itself knows the way"
+            f"per node (--map-by ppr:1:node) with paceline[mpi] installed, where MPI itself knows the addresses"
         )
     if world.local_rank:
         return None, None
@@ -249,7 +250,7 @@ def _linked(
 
 
 def _record(pace: Pace, parts: _Parts, codec: str, batch_size: int, encrypted: bool) -> None:
-    """The plan that the run follows, if any, and how it has joined."""
+    """Logs the run's plan, if any, and the arguments of the join."""
     planned = os.environ.pop("PACELINE_PLAN", "")
     if pace.record.folder and (planned or (pace.record.folder / "plan.toml").exists()):
         from paceline.planner.planner import Plan
@@ -271,22 +272,22 @@ def _record(pace: Pace, parts: _Parts, codec: str, batch_size: int, encrypted: b
     )
 
 
-def _encrypted(asked: bool | None) -> bool:
+def _encrypted(argument: bool | None) -> bool:
     given = os.environ.get("PACELINE_ENCRYPT", "")
     if given not in ("", "0", "1"):
         raise ValueError(f"PACELINE_ENCRYPT={given!r} is neither 1 nor 0; set it to one of these, or unset it")
-    return given == "1" if asked is None else asked
+    return given == "1" if argument is None else argument
 
 
-def _link(world: LaunchEnvironment, model: torch.nn.Module, hidden: bool = False) -> str:
-    """PACELINE_LINK, else one that encrypts where that is asked for, else one whose own launcher started one process
-    per node and that carries what the model lies on, else the default."""
+def _link(world: LaunchEnvironment, model: torch.nn.Module, encrypted: bool = False) -> str:
+    """PACELINE_LINK, else the encrypting link if encryption is requested, else a link whose own launcher started one
+    process per node and that supports the model's device, else the default."""
     given = registry.current("link", os.environ.get("PACELINE_LINK", ""))
-    if hidden:
-        encrypted = registry.ENCRYPTED
+    if encrypted:
+        default = registry.ENCRYPTED
         if given and not registry.says("link", given, "hides"):
-            raise ValueError(f"PACELINE_LINK={given!r} does not encrypt, as asked for; unset it, or use {encrypted}")
-        return given or encrypted
+            raise ValueError(f"PACELINE_LINK={given!r} does not encrypt, as requested; unset it, or use {default}")
+        return given or default
     known = [name for name in registry.names("link") if registry.says("link", name, "networked")]
     if given:
         if given not in known:
@@ -297,16 +298,16 @@ def _link(world: LaunchEnvironment, model: torch.nn.Module, hidden: bool = False
 
 
 def _suits(link: str, world: LaunchEnvironment, on_cpu: bool) -> bool:
-    """Whether its own launcher has started the nodes, and it can carry what they have to say."""
+    """Whether the link's own launcher has started the nodes, its package is installed, and it supports the device."""
     started = tuple(os.environ.get(variable) for variable in registry.says("link", link, "started_by"))
     possible = on_cpu or not registry.says("link", link, "on_cpu")
     package = registry.says("link", link, "package")[0]
-    here = not package or importlib.util.find_spec(package) is not None
-    return started == (str(world.node), str(world.num_nodes)) and possible and here
+    available = not package or importlib.util.find_spec(package) is not None
+    return started == (str(world.node), str(world.num_nodes)) and possible and available
 
 
 def _default_row(world: LaunchEnvironment, job: Job) -> str:
-    """Where no engine is given: as planned for this job, else threads; a log line says which."""
+    """The configuration where no engine is given: that of this job's cached plan, else threads. It is logged."""
     cores = survey().cores
     if world.local_size > 1:
         return f"{registry.PROCESSES}:{world.local_size}"
@@ -321,8 +322,8 @@ def _default_row(world: LaunchEnvironment, job: Job) -> str:
     elif not _starts_processes(made.chosen):
         row, hint = made.chosen, f"as measured {made.date}"
     else:
-        here = [r for r in made.rows if r.measured_s and r.fidelity == "exact" and not _starts_processes(r.engine)]
-        row = min(here, key=lambda r: r.measured_s or 0.0).engine if here else plain
+        available = [r for r in made.rows if r.measured_s and r.fidelity == "exact" and not _starts_processes(r.engine)]
+        row = min(available, key=lambda r: r.measured_s or 0.0).engine if available else plain
         hint = f"the fastest in one process; `paceline run SCRIPT` starts the faster {made.chosen}"
     log.info(f"{row}, {hint}")
     return row
@@ -333,27 +334,27 @@ def _starts_processes(row: str) -> bool:
 
 
 def _folder(given: str | os.PathLike[str] | None) -> Path | None:
-    """The run's; of a script that trains two models at once, the second has one below the first's."""
-    if given or not (kept := os.environ.get("PACELINE_FOLDER")):
+    """The run's folder; if a script trains two models at once, the second one has a folder inside the first's."""
+    if given or not (parent := os.environ.get("PACELINE_FOLDER")):
         return Path(given) if given else None
-    taken = {pace.folder for pace in _here if not pace.training.over}
-    paths = itertools.chain([Path(kept)], (Path(kept) / str(n) for n in itertools.count(2)))
-    return next(path for path in paths if path not in taken)
+    used = {pace.folder for pace in _joined if not pace.training.over}
+    paths = itertools.chain([Path(parent)], (Path(parent) / str(n) for n in itertools.count(2)))
+    return next(path for path in paths if path not in used)
 
 
 def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A broken link is not a bug in the script: one line says it, without a traceback."""
+    """An excepthook that logs the errors of a training in one line, without a traceback, as they are no script bugs."""
     if getattr(hook, "paceline", False):
         return hook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show.failed = True  # type: ignore[attr-defined]
-        process_status.failed(error, max((pace.num_steps for pace in _here), default=0), isinstance(error, LinkError))
+        process_status.failed(error, max((pace.num_steps for pace in _joined), default=0), isinstance(error, LinkError))
         if getattr(error, "reported", False):
-            return  # another process of this run prints the same text
+            return  # another process of this run logs the same text
         if isinstance(error, LinkError) and error.resumes:
             log.error(f"{error}; exit code {RESUME_CODE}: resume from the newest checkpoint")
-            sys.exit(RESUME_CODE)  # which Python heeds here
+            sys.exit(RESUME_CODE)  # sets the exit code even in an excepthook
         if isinstance(error, LinkError | NeverStepped | NotFinite | NoGradient | UnlikeOptions | CheckpointError):
             log.error(str(error))
         elif hook is sys.__excepthook__:

@@ -1,4 +1,4 @@
-"""A training from the end of the rendezvous to its end: its steps, saving, signals, and the exit."""
+"""A training from the end of the rendezvous to its end: steps, checkpoints, signals, and the exit."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 
 
 class Training:
-    """``over``: it has left the others; ``broken``: the connection failed, and its model may join again.
+    """``over``: this process has ended the training; ``broken``: the connection failed, and its model may join again.
 
-    ``wrappers``: around or inside of the model that `join` was given.
+    ``wrappers``: wrappers such as DDP around or inside the model of `join`.
     """
 
     over = False
@@ -73,47 +73,46 @@ class Training:
         world: LaunchEnvironment,
         folder: Path | None,
         keep: int = 2,
-        late: JoiningLink | None = None,
+        joining_link: JoiningLink | None = None,
     ):
         self.linked, self.members = members is not None, members or alone_members()
-        self.witness = EquivalenceRun.of_environment()
-        if self.witness:
-            self.witness.prepare(job.model)
-            job.loss = self.witness.cast_loss(job.loss)
-        form = os.environ.get("PACELINE_PROFILE")
-        # a trial, a profile or a comparison: the user's run is neither read nor written
-        watched = bool(form or self.witness or os.environ.get("PACELINE_TRIAL"))
+        self.equivalence_run = EquivalenceRun.of_environment()
+        if self.equivalence_run:
+            self.equivalence_run.prepare(job.model)
+            job.loss = self.equivalence_run.cast_loss(job.loss)
+        profile_path = os.environ.get("PACELINE_PROFILE")
+        # in a trial, a profile or an equivalence run, the user's run folder is neither read nor written
+        watched = bool(profile_path or self.equivalence_run or os.environ.get("PACELINE_TRIAL"))
         started = start(job, engine, exchange, codec, self.members, self.linked, world, watched)
         run, self._changes = started.run, started.changes
         self.run, run.folder = run, folder
-        if self.witness and run.leader:
-            self.witness.begin(engine.state())
+        if self.equivalence_run and run.leader:
+            self.equivalence_run.begin(engine.state())
         self.stopwatch = Stopwatch.of_environment(run.leader)
-        self.home = RunFolder(None if watched else folder, run.record)
-        if not world.join_ticket:  # who is refused ends all, and is no lost node that the others go on without
-            alone(run.control, lambda: run.leader, self.home.open)
+        self.run_folder = RunFolder(None if watched else folder, run.record)
+        if not world.join_ticket:  # an error here ends all processes; it is no node failure
+            alone(run.control, lambda: run.leader, self.run_folder.open)
         self._hints = Hints(run)
         self._warn(codec)
         if engine.precision == "fp16":
             run.scaler = Scaler(moves=True)
         self.saver = Saver(run, keep)
-        self._view_changes = ViewChangeHandler(run, self.home)
-        control = started.fault_tolerant
-        self.admission = Admission(run, started.digests, self.end, self._give_up) if control else None
+        self._view_changes, control = ViewChangeHandler(run, self.run_folder), started.fault_tolerant
+        self.admission = Admission(run, started.digests, self.end, self._save_and_exit) if control else None
         self._view_changes.observers += [self.admission] if self.admission else []
         if control:
             control.rows = lambda: run.shares[run.world.node]
-        self.joiner = JoinClient(run, late, started.digests, self._glance) if world.join_ticket else None
+        self.joiner = JoinClient(run, joining_link, started.digests, self._check_signal) if world.join_ticket else None
         measured = job.shares == "measured"
         self._stragglers = Stragglers(run.record, run.members.peer_status, measured) if members else None
         self.steps = StepRecord(run.record, engine, run.exchange, run.control)
-        run.observers = self._observers(started.several, Path(form) if form else None)
+        run.observers = self._observers(started.several, Path(profile_path) if profile_path else None)
         self._report()
         self._interrupt = self._listen()
-        self.heed()
+        self.watch_join_desk()
         note("met")
         self._own_steps = OwnSteps(job.optimizer)
-        if world.world_size > 1 and not world.join_ticket and not watched:  # who comes late follows the others' steps
+        if world.world_size > 1 and not world.join_ticket and not watched:  # a joining node follows the members' steps
             self._unstepped = True
             atexit.register(self._log_unstepped)
         if members:
@@ -127,7 +126,7 @@ class Training:
         run.control.on_view_change = self._view_changes.on_view_change
 
     def announce_met(self) -> None:
-        """Logs the nodes that failed while all joined, once the record has those that did."""
+        """Logs the nodes that failed during the rendezvous, after the event log has the join."""
         for change in self._changes:
             self._view_changes.announce(change)
 
@@ -138,52 +137,52 @@ class Training:
             run.record.write("hint", text=stale)
         rounds, num_nodes = codec.sums and codec.fidelity == "rounded", run.world.num_nodes
         if run.leader and num_nodes > 2 and rounds and not run.link.accumulates_fp32:
-            text = f"the wire adds in {codec.wire}: among {num_nodes} nodes a sum is rounded once more by each"
+            text = f"the all-reduce adds in {codec.wire}: with {num_nodes} nodes each sum is rounded once per node"
             log.info(text)
             run.record.write("hint", text=text)
 
-    def _observers(self, several: bool, form: Path | None) -> list[step_observer.StepObserver]:
-        """Each is called after a step, before the next one."""
+    def _observers(self, several: bool, profile_path: Path | None) -> list[step_observer.StepObserver]:
+        """The observers of the steps, in the order in which they are called."""
         run, job, engine = self.run, self.run.job, self.run.engine
-        together, apart = run.exchange.consensus == "step", run.world.num_nodes > 1 or bool(run.world.join_ticket)
+        in_step, distributed = run.exchange.consensus == "step", run.world.num_nodes > 1 or bool(run.world.join_ticket)
         found: list[step_observer.StepObserver] = [self.steps]
         if self.admission:
             found.append(self.admission)
-        if self.admission and not together:
+        if self.admission and not in_step:
             found.append(redistribution := Redistribution(run))
             self._view_changes.observers.append(redistribution)
-        if apart and together and not run.watched:
+        if distributed and in_step and not run.watched:
             found.append(ReplicaSync(run))
-        if together and (several or job.accumulate > 1) and isinstance(engine, module("engine", BASELINE).Engine):
+        if in_step and (several or job.accumulate > 1) and isinstance(engine, module("engine", BASELINE).Engine):
             answered = engine.answered if job.batch_norm == "sync" else None
             broadcast = job.buffers == "broadcast"
             found.append(ForwardStateSync(run, engine.moving, broadcast, answered, job.accumulate))
         found += [Rebalance(run, None if run.watched else self._stragglers), self._hints]
-        if not run.watched and not run.world.join_ticket and (steps := trace.asked(run.control)):
+        if not run.watched and not run.world.join_ticket and (steps := trace.requested(run.control)):
             found.append(trace.Tracer(run, self.members.link, *steps))
-        if form or self.stopwatch:
-            from paceline.planner.measure.profile_job import ProfileJob  # what it needs, training does not
+        if profile_path or self.stopwatch:
+            from paceline.planner.measure.profile_job import ProfileJob  # not needed in training
 
-            found.append(ProfileJob(run, self.stopwatch, form))
-        if self.witness:
-            from paceline.planner.diagnose.notes import EquivalenceObserver  # likewise
+            found.append(ProfileJob(run, self.stopwatch, profile_path))
+        if self.equivalence_run:
+            from paceline.planner.diagnose.notes import EquivalenceObserver  # not needed in training
 
-            found.append(EquivalenceObserver(run, self.witness))
+            found.append(EquivalenceObserver(run, self.equivalence_run))
         return found
 
     def _report(self) -> None:
         """Publishes the state of this process while it trains."""
         run, engine = self.run, self.run.engine
         run.activity.notice = self._notice
-        seen = self.linked and not run.watched
-        self._signs = HostHealth(run.activity, lambda: engine.pids).start() if seen else None
-        asked = (run.folder or os.environ.get("PACELINE_RUN")) and not run.watched
-        self._live = StatusServer(partial(status, run)) if asked else None
+        monitored = self.linked and not run.watched
+        self._host_health = HostHealth(run.activity, lambda: engine.pids).start() if monitored else None
+        reachable = (run.folder or os.environ.get("PACELINE_RUN")) and not run.watched
+        self._status_server = StatusServer(partial(status, run)) if reachable else None
         if run.world.local_size > 1 and run.world.local_rank == 0:
             run.activity.siblings = lambda: stacks(engine.pids[1:])
 
     def _notice(self, text: str) -> None:
-        """Something lasts longer than it should."""
+        """Reports an operation that takes longer than expected."""
         log.warning(text)
         self.run.record.write("late", step=self.run.num_steps, text=text)
 
@@ -193,7 +192,7 @@ class Training:
             self._own_steps.refuse()
             self._stepped, self._unstepped = True, False
         if self.joiner:
-            raise ValueError("a joining node gets its rows from pace.batches alone; give that the dataset")
+            raise ValueError("a joining node must get its samples from pace.batches; pass the dataset to it")
         if self.admission:
             self.admission.before(batch, gradient is not None)
         epoch = cursor.epoch if batch.epoch is None else batch.epoch
@@ -205,7 +204,7 @@ class Training:
             vote = step(run, batch, gradient, **facts).vote
         except LinkError:
             self.broken = True
-            # a thread still inside the network library when Python ends would abort the process
+            # a thread inside the network library at Python's exit would abort the process
             run.exchange.close()
             raise
         except (NotFinite, NoGradient, UnlikeOptions) as error:
@@ -218,10 +217,10 @@ class Training:
         return vote.loss_sum / vote.weight if vote.weight else float("nan")
 
     _stepped = False
-    _unstepped = False  # until the first step: whether to say at the end that there was none
+    _unstepped = False  # whether to report at the end that `step` was never called
 
     def _log_unstepped(self) -> str:
-        """At the end: whether each process trained alone, which is logged here if the script did not close."""
+        """At the end: a text if each process trained without `step`; logged here if the script did not call `close`."""
         text = unstepped_text(self._own_steps.count, self.run.world.world_size) if self._unstepped else ""
         if text:
             self._unstepped = False
@@ -231,8 +230,8 @@ class Training:
         return text
 
     @contextlib.contextmanager
-    def among_all(self, doing: str) -> Iterator[None]:
-        """What all must do between two steps. A LinkError names what this process was doing."""
+    def collective(self, doing: str) -> Iterator[None]:
+        """The context of a collective operation between two steps. A LinkError names the operation."""
         with self.run.activity.at(doing):
             try:
                 yield
@@ -243,12 +242,12 @@ class Training:
                 raise LinkError(text, error.peer, error.resumes) from error
 
     def save(self, folder: Path, wait: bool = True) -> Path | None:
-        """A checkpoint; the path, in the leader. Every process must call it. Raises CheckpointError."""
-        with self.among_all("saving"):
+        """Saves a checkpoint; returns the path, in the leader. Collective. Raises CheckpointError."""
+        with self.collective("saving"):
             return None if self.run.watched else self.saver.save(folder, wait)
 
     def _listen(self) -> Interrupt | None:
-        """A node that is cut off from its launcher trains on, where the others are not."""
+        """Handles signals. A node that has lost its launcher continues, unless all nodes have."""
         signals = (*(SIGNALS if self.run.folder else ()), *([HANGUP] if self.run.world.min_nodes else ()))
         return Interrupt(self._note_signal, signals) if signals and not self.run.watched else None
 
@@ -260,43 +259,43 @@ class Training:
 
     def end(self, number: int) -> None:
         if number == FAILED:
-            self.saver.tell()
-            return  # it has been told in between
+            self.saver.raise_failure()
+            return  # the error was raised already
         path = self.save(self.run.folder) if self.run.folder else None
         if path:
             log.info(f"stopped by signal {number} after step {self.run.num_steps}; saved {path}")
         self.close(f"signal {number}")
         raise Stopped(number)
 
-    def _give_up(self, why: str) -> None:
-        """Training cannot continue here for now: all is kept for those who resume it."""
+    def _save_and_exit(self, why: str) -> None:
+        """Training cannot continue now: saves a checkpoint, from which it can be resumed, and exits."""
         path = self.save(self.run.folder) if self.run.folder else None
         if self.run.leader:
-            kept = f"saved {path}" if path else "there is no folder to save in, so the run begins anew"
-            text = f"{why}; {kept}; exit code {RESUME_CODE}: resume the run from its newest checkpoint"
+            saved_text = f"saved {path}" if path else "there is no folder to save in, so the run starts over"
+            text = f"{why}; {saved_text}; exit code {RESUME_CODE}: resume the run from its newest checkpoint"
             log.error(text)
         self.close(why)
         raise Resume
 
-    def _glance(self) -> None:
-        """While others are waited for: a signal ends what a step would have ended."""
+    def _check_signal(self) -> None:
+        """Called while this process waits for others: after a signal it ends, as after a step."""
         if number := self.run.stop_signal:
             raise Stopped(number)
 
-    def heed(self) -> None:
-        """Signals end this process also while it is cut off from the others."""
+    def watch_join_desk(self) -> None:
+        """Lets signals end this process also while it is disconnected from the others."""
         if desk := self.run.members.join_desk:
-            desk.glance = self._glance
+            desk.glance = self._check_signal
 
     def close(self, reason: str = "finished") -> None:
-        """Leaves the others in peace. Called at the end of a ``with`` block; ``reason`` is for the record."""
-        late, self.run.stop_signal = self.run.stop_signal, 0
+        """Ends normally, together with all processes. Called at the end of a ``with`` block; ``reason`` is logged."""
+        stop_signal, self.run.stop_signal = self.run.stop_signal, 0
         self.run.settle()
         try:
-            with self.among_all("leaving"):
+            with self.collective("leaving"):
                 average(self.run)
                 if self.run.control.tolerates_loss:
-                    self.run.control.all_gather(b"")  # nobody leaves before all know what became of the last step
+                    self.run.control.all_gather(b"")  # no process ends before all have the outcome of the last step
         except LinkError as error:
             self.leave(f"LinkError: {error}")
             raise
@@ -311,25 +310,25 @@ class Training:
             never = NeverStepped(text)
             never.reported = not self.run.leader  # type: ignore[attr-defined]
             raise never
-        if late and reason == "finished":
-            raise Stopped(late)  # heard after the last step: all is done, and whoever asked should know why it ended
+        if stop_signal and reason == "finished":
+            raise Stopped(stop_signal)  # received after the last step: the exit code shows the signal
 
     def leave(self, reason: str, wait: bool = True) -> Exception | None:
-        """Once nothing is being written any more; what could not be."""
+        """Ends all threads and waits for the checkpoint writer. Returns the writer's error, if any."""
         self.over = True
         self._own_steps.end()
         if self.wrappers:
             self.wrappers.restore()
         if self._interrupt:
             self._interrupt.close()
-        if self._live:
-            self._live.close()
-        if self._signs:
-            self._signs.stop()
+        if self._status_server:
+            self._status_server.close()
+        if self._host_health:
+            self._host_health.stop()
         if self._stragglers:
             self._stragglers.close()
         unwritten = self.saver.end(wait)
-        self.home.close(f"{type(unwritten).__name__}: {unwritten}" if unwritten else reason)
+        self.run_folder.close(f"{type(unwritten).__name__}: {unwritten}" if unwritten else reason)
         return unwritten
 
     def _settle_at_exit(self) -> None:
@@ -339,6 +338,6 @@ class Training:
 
 
 def _leave(run: RunState) -> None:
-    """A script that simply ends has left; one that ends by an error has died, and its peers should know."""
+    """Closes the link at exit; after an error it stays open, so that peers detect a failure."""
     if not getattr(sys.excepthook, "failed", False):
         run.link.close()

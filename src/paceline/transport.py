@@ -18,7 +18,7 @@ from paceline.messages import CommCost, StepOutcome, Tally, Target, Vote
 
 
 class Handle:
-    """An operation under way. ``wait`` returns its result or raises LinkError at the deadline."""
+    """An asynchronous operation. ``wait`` returns its result or raises LinkError at the deadline."""
 
     def wait(self, deadline_s: float | None = None) -> Any:
         raise NotImplementedError
@@ -28,94 +28,94 @@ class Handle:
 
 
 class Threads:
-    """Where an exchange's threads come from, and the clock that it measures by: Python's, or those of a simulation."""
+    """The thread classes and the clock that an exchange uses: Python's, or those of a simulation."""
 
     Thread: Any = threading.Thread
     Condition: Any = threading.Condition
     Queue: Any = queue.Queue
 
     def now(self) -> float:
-        """*Units*: seconds since any time."""
+        """*Units*: seconds since an arbitrary time."""
         return time.perf_counter()
 
 
 class Channel(Protocol):
-    """For large data, to one joining node."""
+    """A channel for large data to one joining node."""
 
     def send(self, parts: Iterable[bytes | memoryview], num_bytes: int) -> None:
         """Raises LinkError where the node has failed."""
 
     def hurry(self) -> None:
-        """All others wait from now on: a slow transfer is declared failed, though bytes leave."""
+        """All other nodes wait from now on: a slow transfer is declared failed, even if it makes progress."""
 
     def close(self) -> None: ...
 
 
 class JoinDesk:
-    """Answers, for the members, joining nodes that have authenticated.
+    """Replies for the members to joining nodes that have authenticated.
 
-    ``glance`` is called while this process, cut off from the other members, waits for them: it may raise.
+    ``glance`` is called while this process is disconnected from the other members and waits for them. It may raise.
     """
 
     glance: Callable[[], None] = staticmethod(lambda: None)
 
     def waiting(self) -> dict[str, dict[str, Any]]:
-        """What each of them requests, by its name."""
+        """The request of each joining node, by its name."""
         raise NotImplementedError
 
     def answer(self, name: str, response: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def channel(self, name: str) -> Channel:
-        """Its newest connection. Raises LinkError where there is none."""
+        """The node's newest connection. Raises LinkError where there is none."""
         raise NotImplementedError
 
 
 def boottime_s() -> float:
-    """Seconds, also those in which the machine was suspended, where the system counts them."""
+    """A monotonic clock that includes the time of a suspended machine, where the system has one. *Units*: seconds."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class FailureDetector(Protocol):
-    """Which ranks of a link have failed, and what each is doing. ``dead``: how each failed; ``left``: those that ended
-    as they should."""
+    """Which ranks of a link have failed, and what each is doing. ``dead``: how each failed; ``left``: the ranks that
+    ended normally."""
 
     dead: dict[int, str]
     left: set[int]
 
     def verdict(self, grace_s: float) -> int | None:
-        """The first rank known to be dead, waiting up to ``grace_s`` to learn of one."""
+        """The first rank known to have failed; waits up to ``grace_s`` for a failure to be detected."""
 
     def still_member(self, since: float) -> bool:
-        """Whether the others have not declared this process failed, if it stood still ``since`` then (`boottime_s`)."""
+        """False if this process was suspended since ``since`` (`boottime_s`) and the others declared it failed."""
 
     def peer_status(self) -> dict[int, dict[str, Any]]:
-        """What each rank reported last."""
+        """The last status of each rank."""
 
     def peer_stack(self, rank: int) -> str:
-        """Where the thread that trains on ``rank`` stands in its code; empty where that is not to be had."""
+        """The stack of the training thread of ``rank``; empty where it is not available."""
 
     def abandon(self) -> None:
-        """Ends without a message, so that each rank still in an operation of this link learns that it has failed."""
+        """Ends without a message, so that ranks which are still in an operation of this link detect a failure."""
 
     def close(self) -> None:
-        """Leaves as one that has ended as it should."""
+        """Ends normally: tells the other ranks that this one has not failed."""
 
 
 class Board(Protocol):
-    """A key-value store of the ranks, before they are connected."""
+    """The key-value store of the rendezvous, before the ranks are connected."""
 
     def set(self, key: str, word: str, /) -> None: ...
 
     def get(self, key: str, /) -> bytes: ...
 
 
-# rank, size, board, this rank's address, the run's secret; what is called while it waits, and may raise
+# rank, size, board, this rank's address, the run's secret; a function that is called during waits, and may raise
 Detect = Callable[[int, int, Board, str, bytes, Callable[[], None]], FailureDetector]
 
 
 class Waits(Protocol):
-    """Where this process notes what it is doing, and which rank it waits for (`report.activity.Activity`)."""
+    """Receives what this process is doing, and its waits (`report.activity.Activity`)."""
 
     host: str
     step: int
@@ -131,13 +131,13 @@ class Waits(Protocol):
 
 
 class Collectives:
-    """MPI's collectives and messages, on one lane in one order; handles are asynchronous."""
+    """MPI's collectives and messages, on one channel, in the same order on all ranks; handles are asynchronous."""
 
     rank: int = 0
     size: int = 1
 
     def sum(self, tensor: Tensor, what: str = "sum") -> Handle:
-        """Adds all ranks' tensors into each, in the tensor's own type. Result: the tensor."""
+        """All-reduce: the sum over all ranks, in place, in the tensor's own type. Result: the tensor."""
         raise NotImplementedError
 
     def max(self, tensor: Tensor, what: str = "max") -> Handle:
@@ -162,44 +162,44 @@ class Collectives:
 
 
 class LinkTraits:
-    """What a link is like; read by `registry.says`, before anything is imported."""
+    """Traits of a link; `registry.says` reads them from the source, without an import."""
 
     networked: bool = True  # between nodes
-    hides: bool = False  # everything is encrypted
+    hides: bool = False  # all traffic is encrypted
     admits: bool = True  # a node may join a running training
-    by_all: bool = False  # a joining node must have named it as well
-    finds_others: bool = False  # without a host for the rendezvous
-    started_by: tuple[str, str] = ("", "")  # the default where these variables are a node's rank and their number
-    on_cpu: bool = False  # carries nothing from a GPU's memory
-    package: tuple[str, str] = ("", "")  # that it needs, and the extra that brings it
+    by_all: bool = False  # a joining node must also select it
+    finds_others: bool = False  # needs no host for the rendezvous
+    started_by: tuple[str, str] = ("", "")  # default if these variables are the node's rank and the number of nodes
+    on_cpu: bool = False  # cannot send from a GPU's memory
+    package: tuple[str, str] = ("", "")  # a package that it needs, and the extra that installs it
     accumulates_fp32: bool = False  # 16-bit floats are added in 32 bits
 
 
 class Link(LinkTraits, Collectives):
-    """How bytes move among a fixed group of ranks, which `Membership` chooses."""
+    """The transport among a fixed group of ranks, which `Membership` determines."""
 
     generation: int = 0
     hosts: Sequence[str] = ("",)
     sent_bytes: int = 0
     threads: Threads = Threads()
-    high_bandwidth: bool = False  # a byte costs more on processors than on the wire
+    high_bandwidth: bool = False  # a byte costs more CPU time than transmission time
     activity: Waits | None = None  # notes every wait
     detector: FailureDetector | None = None
 
     def lane(self, name: str) -> Link:
-        """The same ranks with an order of their own."""
+        """Another channel of the same ranks, with its own order of operations."""
         raise NotImplementedError
 
     def set_regime(self, quick: bool) -> None:
-        """What is gathered from now on goes as is best over a quick wire, or a slow one: all ranks say the same."""
+        """Selects the all-gather algorithm for a fast or a slow network. All ranks must pass the same value."""
         self.high_bandwidth = quick
 
     def cost(self, operation: str, num_bytes: int) -> CommCost:
-        """Messages in sequence and bytes sent per rank of one collective on ``num_bytes``."""
+        """Sequential messages, and bytes sent per rank, of one collective on ``num_bytes``."""
         raise NotImplementedError
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Within, this process waits for others."""
+        """A context in which this process waits for others."""
         return self.activity.waiting(what) if self.activity else nullcontext()
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class Link(LinkTraits, Collectives):
 
 @dataclass(frozen=True)
 class View:
-    """The members from now on. ``previous``: the old rank of each, without the new members, whose ranks are last."""
+    """The new members. ``previous``: the old rank of each, without the joined members, whose ranks are last."""
 
     link: Link
     previous: tuple[int, ...]
@@ -217,39 +217,39 @@ class View:
 
 class Membership:
     """The members of a training, and the link between them, which is rebuilt when they change. ``expects_joiners``:
-    others join later, though there is one rank now."""
+    nodes may join later, even if there is one rank now."""
 
     link: Link
     expects_joiners: bool = False
 
     def stand_by(self, least: int = 1) -> None:
-        """From now on `reconfigure` survives failures, with ``least`` ranks or more. Every rank calls it. Raises
-        ValueError where it cannot."""
-        raise ValueError("this link ends with the first node that it loses; set PACELINE_LINK to another")
+        """Enables `reconfigure` after failures, for ``least`` ranks or more. Every rank calls it. Raises ValueError
+        where the link cannot be rebuilt."""
+        raise ValueError("this link does not survive the failure of a node; set PACELINE_LINK to another")
 
     def reconfigure(self, admits: Sequence[Joiner] = ()) -> View:
-        """The survivors, in the old order, over a link of the next generation. All waits on the old one fail.
+        """The survivors, in the old order, over a link of the next generation. All waits on the old link fail.
 
-        ``admits``, of rank 0: the nodes that join, none where a member fails at the same time. Raises LinkError where
-        this rank, or no rank, may continue.
+        ``admits``, given by rank 0: the joining nodes; none joins if a member fails at the same time. Raises LinkError
+        where this rank may not continue, or no rank may.
         """
-        raise LinkError("this link ends with the first node that it loses")
+        raise LinkError("this link does not survive the failure of a node")
 
     def assert_still_member(self, since: float) -> None:
-        """Called when an operation has ended, with when the one before did, by `boottime_s`. Raises LinkError where
-        this process stood still in between, and the others continued without it: they may lack what it received."""
+        """Called at the end of an operation, with the end of the previous one (`boottime_s`). Raises LinkError where
+        this process was suspended since then and the others continued without it: they may lack its result."""
 
     def peer_status(self) -> dict[int, dict[str, Any]]:
-        """What each rank reported last; empty where ranks do not report to each other."""
+        """The last status of each rank; empty where ranks do not send their status."""
         return {}
 
     def peer_stack(self, rank: int) -> str:
-        """Where the thread that trains on ``rank`` stands in its code; empty where that is not to be had."""
+        """The stack of the training thread of ``rank``; empty where it is not available."""
         return ""
 
     @property
     def join_desk(self) -> JoinDesk | None:
-        """What answers joining nodes; None where none can join. Rank 0's decides."""
+        """The desk that replies to joining nodes; None where none can join. Rank 0's decides."""
         return None
 
 
@@ -260,22 +260,22 @@ class Control:
     rank: int
     size: int
     generation: int
-    tolerates_loss: bool = False  # a failed node ends nothing: the survivors may compute a step again
+    tolerates_loss: bool = False  # training survives a failed node: the survivors may compute a step again
     num_view_changes: int = 0
-    on_view_change: Callable[[ViewChange], None] | None = None  # called at each failure, before anything is repeated
+    on_view_change: Callable[[ViewChange], None] | None = None  # called after each failure, before the repetition
 
     def commit(self, vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
-        """The vote on a step, once all its gradients are here. ``finish`` is called where it came through, even if for
-        others alone. RETRY where it came through nowhere."""
+        """The vote on a step, once all its gradients have arrived. ``finish`` is called if the vote completed on any
+        rank. RETRY if it completed on none."""
         raise NotImplementedError
 
     def recover(self, error: LinkError) -> StepOutcome:
-        """Instead of `commit`, after the link broke before it: RETRY, or raises ``error``."""
+        """Called instead of `commit` if the link failed before it. Returns RETRY, or raises ``error``."""
         raise error
 
     def transact(self, compute: Callable[[], Sequence[Target] | None]) -> Sequence[Target] | None:
-        """What ``compute`` makes together with the others, once all have it; computed again where one fails. None where
-        it is; empty for a process that does not hold the link."""
+        """The result of the collective ``compute``, once all ranks have it; repeated if one fails. None where the
+        result is None; empty for a process that does not hold the link."""
         return compute()
 
     def all_reduce(self, values: Sequence[float]) -> list[float]:
@@ -283,12 +283,12 @@ class Control:
         raise NotImplementedError
 
     def all_gather(self, *messages: bytes) -> list[bytes]:
-        """Every process's message, in the order of nodes and their processes. Between nodes it is given those of all
-        processes of a node; nodes may have unlike numbers of them."""
+        """Every process's message, in the order of nodes and their processes. Between nodes it receives those of all
+        processes of a node; nodes may have different numbers of processes."""
         raise NotImplementedError
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Rank 0's tensors into those of all ranks."""
+        """Copies rank 0's tensors into those of all ranks."""
         raise NotImplementedError
 
     def node_broadcast(self, message: bytes | bytearray) -> bytes | bytearray:
@@ -296,18 +296,18 @@ class Control:
         return message
 
     def admit(self, joiners: Sequence[Joiner] = ()) -> None:
-        """Between two steps: admits the nodes that rank 0 names. Every process of every member must call it."""
+        """Admits the joining nodes that rank 0 names, between two steps. Every process of every member must call it."""
         raise NotImplementedError
 
     def enter(self) -> None:
-        """As one of those: from here on this process is one of all. Every process of the node must call it."""
+        """Called on a joining node: from now on it is a member. Every process of the node must call it."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Joiner:
-    """A joining node: its host, its processes, and the fewest and most rows of a global batch that it takes. ``turn``:
-    the number of its request."""
+    """A joining node: its host, its number of processes, and the fewest and most rows of a global batch for it.
+    ``turn``: the number of its request."""
 
     name: str
     host: str
@@ -319,14 +319,14 @@ class Joiner:
 
 @dataclass(frozen=True)
 class ViewChange:
-    """Other nodes from now on. ``previous_ranks``, ``rows``: the rank that each of the old ones had before, and its
-    rows. ``joined``: the new ones, whose ranks are last."""
+    """A change of members. ``previous_ranks``, ``rows``: the former rank and rows of each remaining node. ``joined``:
+    the new nodes, whose ranks are last."""
 
     generation: int
     previous_ranks: tuple[int, ...]
     rows: tuple[int, ...]
     lost: tuple[str, ...]  # by host
-    seconds: float  # from the broken operation, or the end of a step, to the new link
+    seconds: float  # from the failed operation, or the end of a step, to the new link
     why: str
     joined: tuple[Joiner, ...] = ()
 

@@ -1,4 +1,4 @@
-"""What is written comes back bit for bit; what cannot be kept is named by its place; old ones go."""
+"""A checkpoint is read back bit for bit; an unsupported value is named by its path; old ones are removed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bits(tensor):
 
 
 def same(a, b):
-    """Of one type, and of the same bits, all the way down; ``b`` is what was read."""
+    """Equal in type and bits at every level; ``b`` is the value that was read."""
     if isinstance(a, torch.Tensor):
         a = a.detach().resolve_conj().resolve_neg()
         return type(b) is torch.Tensor and a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
@@ -197,9 +197,9 @@ def test_weights_that_safetensors_cannot_hold_are_named(tmp_path, weights, what)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("step", "keep", "words"), [(-1, 2, "step=-1"), (0, 0, "keep=0")])
-def test_a_wrong_step_or_keep_is_told(tmp_path, step, keep, words):
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize(("step", "keep", "message"), [(-1, 2, "step=-1"), (0, 0, "keep=0")])
+def test_a_wrong_step_or_keep_is_told(tmp_path, step, keep, message):
+    with pytest.raises(ValueError, match=message):
         write(tmp_path, step, {}, None, keep)
 
 
@@ -218,7 +218,7 @@ def test_the_last_ones_stay(tmp_path, keep):
 
 
 def test_what_is_not_whole_does_not_count(tmp_path):
-    """Two whole ones stay, whatever lies between; what is older than they goes, torn or whole."""
+    """The two newest complete checkpoints stay, and damaged ones between them; all older ones are removed."""
     for step in (1, 2, 3):
         write(tmp_path, step, {"w": torch.ones(5)}, None, keep=3)
     torn = tmp_path / "checkpoint-00000002" / "weights.safetensors"
@@ -236,7 +236,7 @@ def test_what_is_not_whole_does_not_count(tmp_path):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_whole_one_always_stays(tmp_path, seed):
-    """Whatever is torn before, and however far back a run goes on."""
+    """With any damaged checkpoints, and from any earlier step at which a run resumes."""
     dice, last = random.Random(seed), 0
     for _ in range(30):
         step = max(0, last + dice.choice((1, 1, 1, 2, -3)))

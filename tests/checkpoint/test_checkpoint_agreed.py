@@ -1,4 +1,4 @@
-"""All go on from one checkpoint: the newest that every process can read, whole and the same, or is sent."""
+"""All processes resume from one checkpoint: the newest that each can read completely, or that is sent to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import ranks
 from paceline.checkpoint import transfer
-from paceline.checkpoint.agree import agreed
+from paceline.checkpoint.agree import agree
 from paceline.checkpoint.checkpoint import WEIGHTS, CheckpointError, read, read_newest, write
 from paceline.checkpoint.transfer import CheckpointTransfer
 from paceline.exchange.flow.control import Control
@@ -22,17 +22,17 @@ def gathering(link):
 
 
 def choose(*runs):
-    """What all go on from, each rank's folder being the one given."""
+    """The checkpoint from which all resume; each rank reads its own one of the given folders."""
 
     def work(link):
-        return agreed(lambda most: read_newest(runs[link.rank], most), gathering(link), "runs/mine")
+        return agree(lambda most: read_newest(runs[link.rank], most), gathering(link), "runs/mine")
 
     choices = ranks.run(len(runs), work)
     if choices[0] is None:
         assert choices == [None] * len(runs)
         return None
-    assert len({(choice.lacking, choice.passed_over) for choice in choices}) == 1
-    kept = {rank: choice.kept for rank, choice in enumerate(choices) if rank not in choice.lacking}
+    assert len({(choice.lacking, choice.skipped) for choice in choices}) == 1
+    kept = {rank: choice.found for rank, choice in enumerate(choices) if rank not in choice.lacking}
     assert len({(one.step, one.seal) for one in kept.values()}) == 1
     assert all(one.path.parent == runs[rank] for rank, one in kept.items())
     return choices[0]
@@ -52,50 +52,52 @@ def tear(run, step):
 def test_where_all_see_the_same_it_is_the_newest(tmp_path):
     runs = [make(tmp_path / name, 1, 2, 3) for name in "abc"]
     found = choose(*runs)
-    assert (found.kept.step, found.passed_over) == (3, ())
-    assert choose(runs[0]).kept.step == 3
+    assert (found.found.step, found.skipped) == (3, ())
+    assert choose(runs[0]).found.step == 3
 
 
 def test_one_that_is_torn_on_one_node_is_passed_over_by_all(tmp_path):
     runs = [make(tmp_path / name, 1, 2, 3) for name in "abc"]
     tear(runs[1], 3)
     found = choose(*runs)
-    assert found.kept.step == 2
-    (said,) = found.passed_over
-    assert "b/checkpoint-00000003/weights.safetensors is damaged: " in said
+    assert found.found.step == 2
+    (reason,) = found.skipped
+    assert "b/checkpoint-00000003/weights.safetensors is damaged: " in reason
 
 
 def test_one_that_a_node_does_not_see_is_passed_over_by_all(tmp_path):
     found = choose(make(tmp_path / "a", 1, 2, 3), make(tmp_path / "b", 1, 2), make(tmp_path / "c", 1, 2, 3))
-    assert (found.kept.step, found.passed_over) == (2, ("step 3, which rank 1 does not see",))
+    assert (found.found.step, found.skipped) == (2, ("step 3, which rank 1 does not see",))
 
 
 def test_they_look_for_one_until_they_have_it(tmp_path):
     found = choose(make(tmp_path / "a", 1, 2, 5), make(tmp_path / "b", 1, 3, 4), make(tmp_path / "c", 1, 2, 3))
-    assert found.kept.step == 1
+    assert found.found.step == 1
 
 
 def test_different_ones_of_one_step_are_not_the_same(tmp_path):
     runs = make(tmp_path / "a", 1), make(tmp_path / "b", 1)
     make(runs[0], 2, value=1.0), make(runs[1], 2, value=2.0)
     found = choose(*runs)
-    assert (found.kept.step, found.passed_over) == (1, ("step 2, of which ranks see different checkpoints",))
+    assert (found.found.step, found.skipped) == (1, ("step 2, of which ranks see different checkpoints",))
 
 
 def test_none_at_all_is_none(tmp_path):
     assert choose(tmp_path / "a", tmp_path / "b") is None
 
 
-@pytest.mark.parametrize(("one", "other", "told"), [((), (1, 2), r"\[None, 2\]"), ((2,), (1,), r"\[2, 1\]")])
-def test_none_in_common_is_told(tmp_path, one, other, told):
-    with pytest.raises(ValueError, match=f"found different checkpoints in runs/mine, of steps {told}.* none in common"):
+@pytest.mark.parametrize(("one", "other", "steps"), [((), (1, 2), r"\[None, 2\]"), ((2,), (1,), r"\[2, 1\]")])
+def test_none_in_common_is_told(tmp_path, one, other, steps):
+    with pytest.raises(
+        ValueError, match=f"found different checkpoints in runs/mine, of steps {steps}.* none in common"
+    ):
         choose(make(tmp_path / "a", *one), make(tmp_path / "b", *other))
 
 
 def test_a_node_on_which_all_are_damaged_is_told_by_name(tmp_path):
     runs = [make(tmp_path / name, 1) for name in "ab"]
     tear(runs[1], 1)
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .*b is whole"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*b is complete"):
         choose(*runs)
 
 
@@ -111,7 +113,7 @@ def test_it_is_the_newest_of_those_that_all_have_whole(tmp_path, seed):
             tear(runs[-1], step)
         common &= set(steps) - torn
     if common:
-        assert choose(*runs).kept.step == max(common)
+        assert choose(*runs).found.step == max(common)
     else:
         with pytest.raises((ValueError, CheckpointError)):
             choose(*runs)
@@ -119,7 +121,7 @@ def test_it_is_the_newest_of_those_that_all_have_whole(tmp_path, seed):
 
 def test_who_sees_none_has_no_say(tmp_path):
     found = choose(make(tmp_path / "a", 1, 2, 3), tmp_path / "b", make(tmp_path / "c", 1, 2), tmp_path / "d")
-    assert (found.kept.step, found.lacking) == (2, (1, 3))
+    assert (found.found.step, found.lacking) == (2, (1, 3))
 
 
 # Sending.
@@ -128,7 +130,7 @@ NODES = 0, 0, 1, 1, 2
 
 
 def deliver(run, lacking=(2, 3, 4)):
-    """What five processes on three nodes hold, of which rank 0's has the checkpoint."""
+    """The checkpoints of five processes on three nodes after the transfer; only rank 0's node has it before."""
 
     def work(link):
         kept = None if link.rank in lacking else read(run)
@@ -139,7 +141,7 @@ def deliver(run, lacking=(2, 3, 4)):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A checkpoint of some parts; and whatever was kept for a while, afterwards."""
+    """A checkpoint that is sent in several parts; afterwards no temporary file may remain."""
     monkeypatch.setattr(transfer, "PART_BYTES", 1000)
     places = tmp_path / "places"
     places.mkdir()
@@ -161,12 +163,12 @@ def test_who_lacks_it_has_it_then(run, lacking):
 def test_what_changes_on_the_way_is_refused_everywhere(run, monkeypatch):
     append = transfer._append
     monkeypatch.setattr(transfer, "_append", lambda path, part: append(path, part.replace(b"\0", b"\1", 1)))
-    with pytest.raises(CheckpointError, match=r"rank 2 .* could not be sent it: .*weights\.safetensors is damaged"):
+    with pytest.raises(CheckpointError, match=r"rank 2 .* its transfer failed: .*weights\.safetensors is damaged"):
         deliver(run)
 
 
 def test_a_node_without_room_is_told_everywhere(run, monkeypatch):
     shutil.rmtree(run.parent / "places")
-    with pytest.raises(CheckpointError, match=r"rank 2 .* could not be sent it: .*No such file.*TMPDIR"):
+    with pytest.raises(CheckpointError, match=r"rank 2 .* its transfer failed: .*No such file.*TMPDIR"):
         deliver(run)
     (run.parent / "places").mkdir()

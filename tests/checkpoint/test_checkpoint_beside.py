@@ -1,4 +1,4 @@
-"""A checkpoint written beside the training is the one that waiting would have written; what goes wrong is told once."""
+"""An asynchronous checkpoint is identical to a synchronous one; an error of the writer is raised once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def steps(run):
 
 
 def files(path):
-    """What is in them, but for which of this process's joins has written it."""
+    """The content of the checkpoints, without the number of the join that wrote them."""
     found = {file.name: file.read_bytes() for file in path.iterdir()}
     return found | {"checkpoint.json": re.sub(rb'"(join|sha256)": ("[0-9a-f]*"|\d+)', b"", found["checkpoint.json"])}
 
@@ -55,12 +55,12 @@ def idle():
 
 @pytest.fixture
 def hold():
-    """``hold(run)``: nothing can be written there, until ``hold.close()``."""
+    """``hold(run)``: blocks all writes to the folder, until ``hold.close()``."""
 
     class Hold(contextlib.ExitStack):
         def __call__(self, run):
             run.mkdir(exist_ok=True)
-            self.enter_context(atomic_write.alone(run))
+            self.enter_context(atomic_write.locked(run))
 
     with Hold() as held:
         yield held
@@ -69,7 +69,7 @@ def hold():
 
 @pytest.mark.parametrize("engine", ["sequential", "threads:2", "replicas:2"])
 def test_it_is_byte_for_byte_what_waiting_would_have_written(tmp_path, hold, engine):
-    """Nothing reaches the disk before two more steps have been made."""
+    """The write is blocked until two more steps are done."""
     with training(tmp_path / "waited", engine) as pace:
         for _ in range(9):
             step(pace)
@@ -129,7 +129,7 @@ def test_a_snapshot_takes_memory_once():
     for turn in range(3):
         for tensor in tensors.values():
             tensor.detach().fill_(turn)
-        made = copies.of(tensors)
+        made = copies.stage(tensors)
         assert all(made[name].dtype == tensor.dtype for name, tensor in tensors.items())
         assert all(torch.equal(made[name], tensor) for name, tensor in tensors.items())
         assert not any(place.requires_grad for place in made.values())
@@ -139,7 +139,7 @@ def test_a_snapshot_takes_memory_once():
     tensors["a"].detach().fill_(7)
     assert not (made["a"] == 7).any()
     tensors["c"] = torch.zeros(2, 2)
-    assert torch.equal(copies.of(tensors)["c"], tensors["c"])
+    assert torch.equal(copies.stage(tensors)["c"], tensors["c"])
 
 
 # What goes wrong.
@@ -200,7 +200,7 @@ def test_what_comes_before_the_next_step_tells_it(full, what):
 
 
 def ends(folder, run, error=None):
-    """A run that saves as the last thing it does."""
+    """A run whose last operation is a save."""
     with training(folder) as pace:
         step(pace)
         pace.save(run, wait=False)
@@ -219,12 +219,12 @@ def test_an_end_by_another_error_tells_it_in_a_line(full, capsys):
     _, run = full
     with pytest.raises(ZeroDivisionError):
         ends(None, run.parent / "other", ZeroDivisionError())
-    said = capsys.readouterr().err
-    assert said.startswith("paceline: cannot write the checkpoint of step 1 ")
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith("paceline: cannot write the checkpoint of step 1 ")
+    assert output.count("\n") == 1
 
 
-def lost(run, hold):
+def fail_to_save(run, hold):
     with training(run) as pace:
         step(pace)
         hold(run)
@@ -235,7 +235,7 @@ def lost(run, hold):
 
 def test_it_is_waited_for_when_the_loss_is_not_finite(tmp_path, hold):
     with pytest.raises(NotFinite):
-        lost(tmp_path, hold)
+        fail_to_save(tmp_path, hold)
     assert read_newest(tmp_path).step == 1
 
 
@@ -250,15 +250,15 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path, hold, capsys):
 def test_a_disk_that_does_not_answer_is_told(tmp_path, hold, monkeypatch):
     monkeypatch.setattr(async_writer, "TIMEOUT_S", 0.1)
     monkeypatch.setattr(async_writer, "SLOWEST_BYTES_PER_S", math.inf)
-    words = r"the checkpoint of step 1 in .* is not on the disk after 0 s; what was there before is untouched"
+    message = r"the checkpoint of step 1 in .* is not on the disk after 0 s; earlier checkpoints are untouched"
     pace = training(tmp_path)
     step(pace)
     hold(tmp_path)
     pace.save(wait=False)
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=message):
         pace.save()
     step(pace)
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=message):
         pace.close()
 
 

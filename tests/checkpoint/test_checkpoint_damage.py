@@ -1,4 +1,4 @@
-"""A checkpoint that is not as it was written is refused by the name of the file; nothing of a file is ever run."""
+"""A damaged checkpoint is rejected with the name of the file; no code from a file is ever executed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FILES = (checkpoint.WEIGHTS, checkpoint.STATE, checkpoint.TREE)
 
 @pytest.fixture
 def two(tmp_path):
-    """Two small checkpoints; the second is there to be damaged."""
+    """Two small checkpoints; the tests damage the second one."""
     for step in (1, 2):
         write(tmp_path, step, {"w": torch.arange(5.0)}, {"turn": step, "moments": [torch.ones(9)], "name": "x"})
     return tmp_path
 
 
 def damaged(run, name):
-    """Reading says which file, and the previous checkpoint is taken, and that is said."""
+    """Reading names the damaged file; the previous checkpoint is used, and a message reports it."""
     path = newest(run) / name
     with pytest.raises(CheckpointError, match=name) as raised:
         read(newest(run))
@@ -70,7 +70,7 @@ def test_a_file_of_another_checkpoint_is_refused_by_name(two):
 
 
 def export_of(run, name):
-    """A whole file of the same size and form, with other values."""
+    """A complete file of the same size and format, with other values."""
     other = run / "other"
     path = write(other, 2, {"w": torch.zeros(5)}, {"turn": 2, "moments": [torch.zeros(9)], "name": "x"})
     return path / name
@@ -79,7 +79,7 @@ def export_of(run, name):
 def test_all_damaged_is_told_one_by_one(two):
     for path in sorted(two.iterdir()):
         (path / checkpoint.TREE).unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole") as raised:
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is complete") as raised:
         read_newest(two)
     assert [f"{n}/checkpoint.json is missing" in str(raised.value) for n in ("00000001", "00000002")] == [True, True]
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint and of an export are safetensors that others read, and theirs are read here."""
+"""Files of checkpoints and exports are safetensors that other tools read, and theirs are read here."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_file_that_is_not_safetensors_is_told(tmp_path):
     bad += [b"\x02" + bytes(7) + b"[]", (200_000).to_bytes(8, "little") + b"[" * 200_000]
     for data in bad:
         path.write_bytes(data)
-        with pytest.raises(ValueError, match=r"w\.safetensors is not a whole safetensors file: \w"):
+        with pytest.raises(ValueError, match=r"w\.safetensors is not a complete safetensors file: \w"):
             export.load(path)
     path.write_bytes(good)
     assert list(export.load(path)[0]) == ["w", "v"]

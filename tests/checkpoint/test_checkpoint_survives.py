@@ -1,4 +1,4 @@
-"""Whatever kills the writer or the disk refuses, the newest checkpoint is whole."""
+"""The newest checkpoint stays complete, whatever kills the writer and whatever error the disk returns."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def killed(*arguments):
 @pytest.mark.dear("500")
 @pytest.mark.parametrize("num_kills", [25, 500])
 def test_sigkill_at_random_moments_never_leaves_less_than_what_was_reported(tmp_path, num_kills):
-    """Of writers that training waits for, and of those beside it."""
+    """With synchronous and with asynchronous writers."""
     counts = killed(str(tmp_path / "run"), "0", str(num_kills))
     assert counts["kills"] == num_kills
     assert counts["in the middle"] >= num_kills // 5, "the kills came between writes, and tested nothing"
 
 
 def test_sigkill_before_each_change_to_the_file_system_never_leaves_less(tmp_path):
-    """New step and replaced step, writing, renaming and deleting the old ones: every moment once."""
+    """New and replaced steps: an interruption at each point of writing, renaming and removing."""
     counts = killed(str(tmp_path / "run"))
     assert counts["kills"] >= 30
     assert counts["in the middle"] >= 20
@@ -146,7 +146,7 @@ def test_two_writers_take_turns(tmp_path):
         started.set()
         write(tmp_path, 1, WEIGHTS, state(1))
 
-    with atomic_write.alone(tmp_path):
+    with atomic_write.locked(tmp_path):
         thread = threading.Thread(target=work)
         thread.start()
         started.wait(10)
@@ -160,8 +160,8 @@ def test_two_writers_take_turns(tmp_path):
 def test_a_writer_that_never_ends_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic_write, "WAIT_S", 0.1)
     with (
-        atomic_write.alone(tmp_path),
-        pytest.raises(CheckpointError, match="another process has been writing there for"),
+        atomic_write.locked(tmp_path),
+        pytest.raises(CheckpointError, match="another process has held the folder's lock for"),
     ):
         write(tmp_path, 1, WEIGHTS, None)
 
@@ -170,12 +170,12 @@ def test_a_writer_that_never_ends_is_told(tmp_path, monkeypatch):
 
 
 def refused(run, turn, step, number):
-    """Whether a write was refused as it should be; if it was not, that it succeeded."""
-    before, error, usage, asked = read_newest(run), None, shutil.disk_usage, []
+    """Whether a write raised the expected error; if it did not, asserts that it succeeded."""
+    before, error, usage, usages = read_newest(run), None, shutil.disk_usage, []
 
     def disk_usage(place):
-        asked.append((place, usage(place)))  # others write to the same disk meanwhile
-        return asked[-1][1]
+        usages.append((place, usage(place)))  # others write to the same disk meanwhile
+        return usages[-1][1]
 
     try:
         with mock.patch.object(shutil, "disk_usage", disk_usage):
@@ -187,7 +187,7 @@ def refused(run, turn, step, number):
         text = str(error)
         assert f"checkpoint of step {step} to {run}" in text
         needed = sum(file.stat().st_size for file in before.path.iterdir())  # the same, but for the turn
-        ((place, seen),) = asked
+        ((place, seen),) = usages
         assert place.stat().st_dev == run.stat().st_dev
         assert f"needs {needed:,} bytes, {seen.free:,} are free" in text
         assert f"{before.path.name} is untouched" in text
@@ -228,7 +228,7 @@ def test_a_disk_without_room_for_more_names_is_told(tmp_path, num_inodes):
 
 @pytest.mark.parametrize("limit", [*range(0, 9000, 1000), 8192 + 64, 8192 + 256])
 def test_a_file_refused_at_any_length_is_told(tmp_path, limit):
-    """The limit on file sizes stands for quotas and odd disks, where nobody may mount one."""
+    """The limit on file sizes represents quotas and full disks, which a test cannot mount."""
     write(tmp_path, 1, WEIGHTS, state(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:

@@ -1,4 +1,4 @@
-"""A run gone on with is, bit for bit, the run that was never interrupted; what is not its own is refused by name."""
+"""A resumed run equals the uninterrupted run bit for bit; another job's checkpoint is rejected with the reason."""
 
 import json
 
@@ -40,14 +40,14 @@ def test_from_every_step_of_two_processes(two_processes, name):
 
 @pytest.mark.dear
 def test_only_what_rank_0_sees_is_gone_on_from_by_all(two_processes):
-    told, went_on = two_processes["apart"]
-    assert "found different checkpoints" in told
-    assert "of steps [None, 0]" in told
+    error, went_on = two_processes["apart"]
+    assert "found different checkpoints" in error
+    assert "of steps [None, 0]" in error
     assert went_on
 
 
 def test_the_runs_are_not_all_alike(tmp_path):
-    """Else the law would hold of anything: seeds matter, and steps were skipped where a scale was too large."""
+    """Checks that the invariant is not trivial: seeds matter, and steps were skipped for too large a loss scale."""
     for name in ("dropout", "randomness in the dataset"):
         kind = resuming.KINDS[name]
         assert kind.run(tmp_path, "sequential")[0] != kind.run(tmp_path, "sequential", seed=2)[0]
@@ -80,7 +80,7 @@ def kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"seed": 1}, r"was made with seed 0 \(here 1\); give the same"),
         ({"batch_size": 16}, r"was made with batch_size 8 \(here 16\)"),
@@ -90,10 +90,10 @@ def kept(tmp_path):
         ({"model": nn.Linear(4, 3, bias=False)}, "is of another model: .*bias"),
     ],
 )
-def test_a_checkpoint_of_another_job_is_refused_by_name(kept, changed, words):
+def test_a_checkpoint_of_another_job_is_refused_by_name(kept, changed, message):
     with joined(kept, **changed) as pace:
         before = [tensor.clone() for tensor in pace.job.model.state_dict().values()]
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             pace.restore()
         if "model" not in changed:
             assert all(torch.equal(a, b) for a, b in zip(before, pace.job.model.state_dict().values(), strict=True))
@@ -116,14 +116,14 @@ def test_a_damaged_newest_is_passed_over_and_said_to_be(kept, capsys):
     with joined(kept) as pace:
         assert pace.restore()
         assert pace.num_steps == 2
-    said = capsys.readouterr().err
-    assert "paceline: passed over" in said
-    assert "checkpoint-00000003" in said
-    assert said.endswith("checkpoint-00000002\n")
+    output = capsys.readouterr().err
+    assert "paceline: skipped" in output
+    assert "checkpoint-00000003" in output
+    assert output.endswith("checkpoint-00000002\n")
 
 
 def test_the_one_gone_on_from_stays_until_two_newer_ones_are_whole(kept):
-    """The newest has a flipped bit, which sizes do not show: restoring has seen it."""
+    """The newest checkpoint has a flipped bit, which file sizes do not show, but restoring detects."""
     newest = kept / "checkpoint-00000003" / "weights.safetensors"
     data = bytearray(newest.read_bytes())
     data[-1] ^= 1
@@ -160,7 +160,7 @@ def test_weights_alone_go_into_a_plain_model(kept):
 
 
 def test_the_choice_between_dense_and_factors_is_kept(tmp_path):
-    """Sequences have more rows than the first guess knows: a resumed run must not guess again."""
+    """Sequences have more rows than the initial estimate: a resumed run must not estimate again."""
 
     def train(stop, folder=None):
         torch.manual_seed(0)

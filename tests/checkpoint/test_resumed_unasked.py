@@ -1,4 +1,4 @@
-"""A run that is started again resumes from its newest checkpoint, bit for bit, whether its script restores or not."""
+"""A restarted run resumes from its newest checkpoint, bit for bit, with or without `restore` in its script."""
 
 import itertools
 from pathlib import Path
@@ -17,7 +17,7 @@ STEPS = 3 * 5  # of three epochs
 
 
 class Crash(Exception):
-    """As a power loss: nothing is closed."""
+    """Simulates a power loss: no object is closed."""
 
 
 OPEN = []  # what was joined
@@ -25,10 +25,10 @@ OPEN = []  # what was joined
 
 @pytest.fixture
 def script(monkeypatch):
-    """Runs a script in this process, as a new one. ``again``: its launcher starts it again."""
+    """Runs a script in this process as if in a new one. ``again``: its launcher restarts it."""
 
     def call(run, *given, again=False, **how):
-        for name, fresh in (("_waiting", []), ("_numbers", itertools.count()), ("_by_script", []), ("_random", {})):
+        for name, fresh in (("_pending", []), ("_numbers", itertools.count()), ("_by_script", []), ("_random", {})):
             monkeypatch.setattr(auto_resume, name, fresh)
         monkeypatch.setenv("PACELINE_RESUME", str(int(again)))
         try:
@@ -70,7 +70,7 @@ def one_call(folder, crash=0, every=4, restore=False):
 
 
 def a_call_per_epoch(folder, crash=0, at_end=False, breaks=False):
-    """Of which the script counts the calls by itself. ``breaks``: a call is for more epochs than it takes."""
+    """The script itself counts the calls. ``breaks``: the loop ends before the requested epochs."""
     pace = joined(folder)
     for _ in range(3):
         for batch in pace.batches(DATA, epochs=9 if breaks else 1):
@@ -90,7 +90,7 @@ def a_call_per_epoch(folder, crash=0, at_end=False, breaks=False):
 
 
 def two_models(folder, crash=0):
-    """Trained by turns; the second has its own join, and takes the rows of the first."""
+    """Two models trained alternately; the second has its own join, and uses the samples of the first."""
     one, two = joined(folder), joined(folder / "other", seed=1)
     for batch in one.batches(DATA, epochs=3):
         x, y = one.rows(batch)
@@ -108,7 +108,7 @@ def two_models(folder, crash=0):
 
 
 def two_folds(folder, crash=0):
-    """One after the other, in one folder, with the same model: a checkpoint of the second fits the first."""
+    """Two trainings in sequence, in one folder, with the same model: a checkpoint of the second fits the first."""
     found = []
     for fold in range(2):
         pace = joined(folder, seed=fold)
@@ -162,9 +162,9 @@ def test_without_a_checkpoint_it_says_so_and_begins_at_step_0(script, tmp_path, 
     capsys.readouterr()
     found = script(one_call, tmp_path / "again", every=0, again=True, restore=restore)
     assert all(torch.equal(a, b) for a, b in zip(want, found, strict=True))
-    said = capsys.readouterr().err
-    assert "no checkpoint" in said
-    assert said.endswith("begins at step 0\n")
+    output = capsys.readouterr().err
+    assert "no checkpoint" in output
+    assert output.endswith("begins at step 0\n")
 
 
 def test_a_loop_without_batches_begins_at_step_0_and_is_told(script, tmp_path, capsys):
@@ -178,7 +178,7 @@ def test_a_loop_without_batches_begins_at_step_0_and_is_told(script, tmp_path, c
 
     first, then = script(run), script(run, again=True)
     assert all(torch.equal(a, b) for a, b in zip(first, then, strict=True))
-    assert capsys.readouterr().err.count("not resumed, since this loop takes no pace.batches()") == 1
+    assert capsys.readouterr().err.count("not resumed, since this loop does not use pace.batches()") == 1
 
 
 def test_another_word_than_0_or_1_is_told(monkeypatch):
@@ -197,13 +197,13 @@ def weights_of(folder):
 @pytest.mark.dear
 def test_all_nodes_killed_at_once_end_with_the_bits_of_a_resume_by_hand(tmp_path):
     far, near = tmp_path / "far", tmp_path / "near"
-    words = "run", "--plan", "sequential", "--shares", "equal", "--nodes", "2:2"
-    _, errors = finish(begin(*words, "--out", far, KILLED, far, 5))
+    command = "run", "--plan", "sequential", "--shares", "equal", "--nodes", "2:2"
+    _, errors = finish(begin(*command, "--out", far, KILLED, far, 5))
     assert errors.count("resumes from its newest checkpoint") == 1
     assert f"resumed from the checkpoint of step 3 in {far}" in errors
     assert "Traceback" not in errors
-    finish(begin(*words, "--restarts", 0, "--out", near, KILLED, near, 5), code=137)
-    finish(begin(*words, "--restarts", 0, "--out", near, KILLED, near, 5, "restore"))
+    finish(begin(*command, "--restarts", 0, "--out", near, KILLED, near, 5), code=137)
+    finish(begin(*command, "--restarts", 0, "--out", near, KILLED, near, 5, "restore"))
     one, other = weights_of(far), weights_of(near)
     assert len(one) == len(other) == 2
     assert all(torch.equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a)

@@ -1,4 +1,4 @@
-"""Broken images are all named before anything is packed, or left out and told; a folder is checked once."""
+"""Broken images are all listed before packing, or left out and reported; a folder is checked once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from photographs import SHARD_BYTES, add_broken, lay, photo
 
 @pytest.fixture
 def broken(tmp_path):
-    """A folder with broken images, and what each should be called."""
+    """A folder with broken images, and the expected error of each."""
     root = lay(tmp_path / "photos")
     return root, add_broken(root)
 
@@ -35,7 +35,7 @@ def test_broken_images_are_left_out_and_told_and_the_training_is_that_of_the_fol
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     report = pack(root, tmp_path / "shards", skip_broken=True, shard_bytes=SHARD_BYTES)
     assert report.skipped.keys() == reasons.keys()
-    assert all(reasons[name] in told for name, told in report.skipped.items())
+    assert all(reasons[name] in reason for name, reason in report.skipped.items())
     assert report.num_train + report.num_test == 35
     loose = images.load(root, skip_broken=True)
     assert loose[0].skipped == report.skipped

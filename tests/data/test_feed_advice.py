@@ -1,4 +1,4 @@
-"""Advice follows from measured seconds: what would help is named, with how much, and what would not is not."""
+"""Advice follows from measured times: it names each helpful change with its gain, and no other change."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from paceline.data.pack import pack
 
 
 @pytest.mark.parametrize(
-    ("wait_s", "costs", "decoders", "cores", "packed", "told", "not_told"),
+    ("wait_s", "costs", "decoders", "cores", "packed", "expected", "unexpected"),
     [
         # 100 rows a step of 0.1 s
-        (0.001, Costs(9, 9, 9), 1, 8, False, ["not what limits", "waited 1%"], ["packing"]),
-        (0.9, Costs(0.009, 0.0005, 0.0005), 1, 1, False, ["waited 90%", "packing 9.5x"], ["instead of"]),
+        (0.001, Costs(9, 9, 9), 1, 8, False, ["not the bottleneck", "took 1%"], ["packing"]),
+        (0.9, Costs(0.009, 0.0005, 0.0005), 1, 1, False, ["took 90%", "packing 9.5x"], ["instead of"]),
         (0.9, Costs(0.0, 0.0, 0.01), 1, 4, False, ["4 decoding processes or threads instead of 1 4.0x"], ["packing"]),
         (0.9, Costs(0.005, 0.001, 0.005), 1, 2, False, ["both 3.3x", "instead of 1 2.0x", "packing 1.7x"], []),
         (0.9, Costs(0.005, 0.005, 0.005), 2, 2, True, ["neither packing nor more", "smaller size"], ["x."]),
         (0.9, Costs(0.005, 0.001, 0.005), 1, 4, True, ["instead of 1 4.0x"], ["packing"]),
     ],
 )
-def test_only_what_helps_is_advised(wait_s, costs, decoders, cores, packed, told, not_told):
-    words = advise(wait_s, 0.1, 100, costs, decoders, cores, packed)
-    assert words.endswith(".")
-    for part in told:
-        assert part in words
-    for part in not_told:
-        assert part not in words
+def test_only_what_helps_is_advised(wait_s, costs, decoders, cores, packed, expected, unexpected):
+    text = advise(wait_s, 0.1, 100, costs, decoders, cores, packed)
+    assert text.endswith(".")
+    for part in expected:
+        assert part in text
+    for part in unexpected:
+        assert part not in text
 
 
 def test_no_gain_goes_beyond_what_the_step_computes():
-    words = advise(0.9, 0.5, 100, Costs(0.01, 0.0, 0.0001), 1, 1, False)
-    assert "packing 2.0x" in words  # 1.01 s become 0.5 s, not 0.01 s
+    text = advise(0.9, 0.5, 100, Costs(0.01, 0.0, 0.0001), 1, 1, False)
+    assert "packing 2.0x" in text  # 1.01 s become 0.5 s, not 0.01 s
 
 
 def test_what_is_slow_is_measured_as_slow(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Processes that fetch give the same rows whoever makes them, and none of them is left."""
+"""Worker processes give the same samples for any number of workers, and all of them end."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def test_samples_made_by_processes_do_not_depend_on_who_makes_them(num_nodes):
 def test_a_batch_from_processes_can_be_dealt_again_and_asked_twice():
     before = torch.get_rng_state()
     for batch in batches(Noisy(11), 4, 1, 7, Assignment(0, 2), workers=1):
-        mine, other, both = batch.share(Assignment(0, 2)), batch.share(Assignment(1, 2)), batch.share(Assignment())
-        assert torch.equal(torch.cat([mine[1], other[1]]), both[1])
-        assert torch.equal(batch.share(Assignment(0, 2))[1], mine[1])
+        first, other, both = batch.share(Assignment(0, 2)), batch.share(Assignment(1, 2)), batch.share(Assignment())
+        assert torch.equal(torch.cat([first[1], other[1]]), both[1])
+        assert torch.equal(batch.share(Assignment(0, 2))[1], first[1])
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -79,7 +79,7 @@ def test_rows_arrive_whole_with_and_without_shared_memory(monkeypatch, room):
         {"a": torch.tensor(i, dtype=torch.bfloat16), "b": (torch.zeros(0), torch.full((2, 3), i > 1)), "c": str(i)}
         for i in range(4)
     ]
-    monkeypatch.setattr(workers, "_has_room", lambda: room)
+    monkeypatch.setattr(workers, "_shm_is_large", lambda: room)
     (batch,) = batches(items, 4, 1, 0, Assignment(), shuffle=False, workers=1)
     rows = batch.share(Assignment())
     assert rows["a"].tolist() == [0, 1, 2, 3]

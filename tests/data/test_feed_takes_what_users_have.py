@@ -1,4 +1,4 @@
-"""Loaders and streams: the same global batches for any number of ranks, from any step on."""
+"""DataLoaders and streams: the same global batches for any number of ranks, from any step on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Image folders: the pixels are those promised, whoever fetches them, and faults are named."""
+"""Image folders: pixels are as specified, for any number of threads, and errors are listed."""
 
 import pickle
 from pathlib import Path
@@ -33,7 +33,7 @@ def bytes_of(images: torch.Tensor) -> torch.Tensor:
 
 
 def tree(root: Path, **counts: int) -> Path:
-    """Folders of 1x1 images; a double underscore in a name is a folder within."""
+    """Folders of 1x1 images; a double underscore in a name separates nested folders."""
     for name, count in counts.items():
         folder = root / name.replace("__", "/")
         folder.mkdir(parents=True)
@@ -104,7 +104,7 @@ def test_test_images_keep_the_centre(tmp_path) -> None:
     ("size", "is_whole"), [((512, 700), True), ((256, 640), True), ((300, 260), False), ((180, 120), False)]
 )
 def test_the_crop_is_that_of_the_whole_image_resized(tmp_path, size, is_whole) -> None:
-    """To a step of rounding where the crop's corners are whole pixels of the file, else to half such a pixel."""
+    """Exact up to rounding where the crop's corners are whole pixels of the file, else to half a pixel."""
     noise(tmp_path / "a.png", size)
     width, height = (256 * side // min(size) for side in size)
     with Image.open(tmp_path / "a.png") as image:
@@ -262,7 +262,7 @@ def test_a_missing_folder_is_named(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "told"),
+    ("counts", "parts"),
     [
         ({}, ["no class sub-folders"]),
         ({"a": 3}, ["only one class, a"]),
@@ -274,13 +274,13 @@ def test_a_missing_folder_is_named(tmp_path) -> None:
         ({"train__a": 1, "train__b": 1, "val__a": 1, "val__c": 1}, ["in one of train/ and val/ alone: b, c"]),
     ],
 )
-def test_all_faults_of_a_folder_are_told_at_once(tmp_path, counts, told) -> None:
+def test_all_faults_of_a_folder_are_told_at_once(tmp_path, counts, parts) -> None:
     with pytest.raises(ValueError, match="Accepted: a folder with one sub-folder per class") as caught:
         load(tree(tmp_path, **counts))
     assert str(tmp_path) in str(caught.value)
-    for words in told:
-        assert words in str(caught.value)
-    assert str(caught.value).count("\n- ") >= len(told)
+    for part in parts:
+        assert part in str(caught.value)
+    assert str(caught.value).count("\n- ") >= len(parts)
 
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.1, 2, float("nan")])

@@ -1,4 +1,4 @@
-"""Packing again: done at once where nothing changed, gone on with after an interruption, to the same bytes."""
+"""Repeated packing: returns at once if nothing changed, resumes after an interruption, and gives the same bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shards(photos, tmp_path) -> Path:
 
 @pytest.fixture
 def broken(tmp_path):
-    """A folder with broken images, and what each should be called."""
+    """A folder with broken images, and the expected error of each."""
     root = lay(tmp_path / "photos")
     return root, add_broken(root)
 
@@ -43,9 +43,9 @@ def test_packing_again_is_done_at_once_and_something_else_is_not_overwritten(pho
     assert report.num_train + report.num_test == 33
     with pytest.raises(ValueError, match="of another folder, of an earlier state of it, or with other settings"):
         pack(photos, shards, shard_bytes=SHARD_BYTES, test_fraction=0.5)
-    with pytest.raises(ValueError, match="holds something else"):
+    with pytest.raises(ValueError, match="contains other files"):
         pack(photos, shards.parent)
-    with pytest.raises(ValueError, match="lie in the folder they are made of"):
+    with pytest.raises(ValueError, match="inside the folder that is packed"):
         pack(photos, photos / "ant")
     assert files(shards) == before
 
@@ -56,13 +56,13 @@ def test_progress_counts_every_image(photos, tmp_path):
     assert seen == [("check", 33, 33), *(("pack", i + 1, 33) for i in range(33))]
 
 
-def packed_until(root: Path, out: Path, told: int, steps: int) -> None:
-    """In a process of its own, which ends here: after so many steps it waits for its end."""
+def packed_until(root: Path, out: Path, write_end: int, steps: int) -> None:
+    """Packs in a child process: after ``steps`` images it waits to be killed."""
     left = iter(range(steps))
 
     def slowly(*step):
         next(left)
-        os.write(told, b".")
+        os.write(write_end, b".")
         if not left.__length_hint__():
             time.sleep(100)
 
@@ -80,15 +80,15 @@ def test_an_interrupted_pack_goes_on_and_ends_with_the_same_bytes(broken, tmp_pa
     out = tmp_path / "shards"
     kept = []
     for steps in (1, 4, 11, 18):
-        hear, told = os.pipe()
+        read_end, write_end = os.pipe()
         if not (packing := os.fork()):
-            packed_until(root, out, told, steps)
+            packed_until(root, out, write_end, steps)
         for _ in range(steps):
-            os.read(hear, 1)
+            os.read(read_end, 1)
         os.kill(packing, how)
         assert os.waitpid(packing, 0)[1] == (how if how == signal.SIGKILL else 130 << 8)
-        os.close(hear)
-        os.close(told)
+        os.close(read_end)
+        os.close(write_end)
         with pytest.raises(ValueError, match="was not finished"):
             images.load(out)
         kept.append({path.name: path.stat().st_mtime_ns for path in out.glob("*.array_record")})

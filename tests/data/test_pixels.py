@@ -1,4 +1,4 @@
-"""Pixels: how many bits they have, which way is up, and whoever decodes them."""
+"""Pixels: bit depth and orientation, with each decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded sample is whole, balanced and normalised."""
+"""The embedded sample is complete, balanced and normalised."""
 
 import hashlib
 import re

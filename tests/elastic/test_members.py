@@ -199,7 +199,7 @@ def test_a_link_that_ends_with_the_first_loss_says_so_before_training():
     class Other(transport.Link):
         size = 2
 
-    with pytest.raises(ValueError, match="ends with the first node that it loses"):
+    with pytest.raises(ValueError, match="does not survive the failure of a node"):
         Members(Other(), Activity()).stand_by(1)
     alone().stand_by(1)  # without others nothing can be lost
 

@@ -131,10 +131,11 @@ def test_going_on_with_another_codec_says_what_is_left_out(two_nodes, capsys, co
         kept = [memory for memory in pace.exchange.memory.values() if memory is not None]
         for batch in pace.batches(owed.data()):
             assert pace.step(batch) > 0
-    said = [line for line in capsys.readouterr().err.splitlines() if "still owed" in line]
+    said = [line for line in capsys.readouterr().err.splitlines() if "residuals" in line]
     assert bool(said) == bool(other) == (not kept)
     assert (
-        not said or f"made with codec 'feedback/topk' (here {other}): what its codec still owed is left out" in said[0]
+        not said
+        or f"made with codec 'feedback/topk' (here {other}): its error-feedback residuals are dropped" in said[0]
     )
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from paceline.data.load_balance import LoadBalancer, fair_shares, wanted
+from paceline.data.load_balance import LoadBalancer, fair_shares
 from paceline.data.sampler import Assignment, apportion
 from paceline.messages import Vote
 from paceline.train.settings import Settings
@@ -187,11 +187,11 @@ def test_every_node_comes_to_the_same():
 
 
 def test_what_shares_may_be():
-    assert wanted("measured") == "measured"
-    assert wanted("3,1") == wanted((3, 1)) == (3.0, 1.0)
+    assert parse_shares("measured") == "measured"
+    assert parse_shares("3,1") == parse_shares((3, 1)) == (3.0, 1.0)
     for wrong in ("fast", "3,-1", "0,0", "", (), (1, float("nan")), (1, float("inf")), None, 3):
         with pytest.raises(ValueError, match=r"'measured', 'equal', or a number >= 0 for each node.*got "):
-            wanted(wrong)
+            parse_shares(wrong)
     assert Settings(shares="3,1").shares == "3,1"
     with pytest.raises(ValueError, match=r"got 'fast'"):
         Settings(shares="fast")

@@ -91,7 +91,7 @@ def test_every_node_that_waits_tells_it_within_fifteen_seconds(start, who):
 @pytest.mark.dear
 def test_a_hang_is_told_with_its_stack_and_a_stopped_process_is_named_as_stalled(start):
     run = start(1, 30, names=["0.0", "1.0"], num_nodes=2, PACELINE_RUN="0117-hang")
-    run.until(lambda: "stands here" in run.said and "in asleep" in run.said, "not told")
+    run.until(lambda: "is executing" in run.said and "in asleep" in run.said, "not told")
     words = (
         r"paceline: rank 0 of 2 on (\S+) at step 30 has waited \d+ s for others in agreeing on the step.*; not there: "
         r"rank 1 on \1, at step 30: computing the gradient, for \d+\.\d s; a step took "

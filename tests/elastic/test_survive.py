@@ -10,7 +10,7 @@ from nodes import IN, OPTIMIZERS, Normed, Plain, Rank, build, gap, reference, ro
 from paceline import transport
 from paceline.checkpoint import codec_state, transfer
 from paceline.checkpoint.checkpoint import CheckpointError, read, write
-from paceline.checkpoint.transfer import CheckpointTransfer, Others
+from paceline.checkpoint.transfer import CheckpointTransfer, MembersChanged
 from paceline.data.load_balance import Limits
 from paceline.elastic import assignment
 from paceline.elastic.fault_tolerant import FaultTolerantControl
@@ -334,7 +334,7 @@ def test_wherever_one_dies_while_a_checkpoint_is_sent_the_others_leave_off_toget
             CheckpointTransfer(seat.node, range(seat.num_nodes), control.all_gather, team).send(
                 None if seat.node else read(run), (1, 2)
             )
-        except Others:
+        except MembersChanged:
             said = "again"
         except CheckpointError as error:
             said = str(error)

@@ -62,7 +62,7 @@ def test_who_has_other_samples_is_refused(monkeypatch):
 
 
 def admission(pace, said):
-    return Admission(pace.run, said, pace.training.end, pace.training._give_up)
+    return Admission(pace.run, said, pace.training.end, pace.training._save_and_exit)
 
 
 class Noted:
@@ -204,16 +204,15 @@ def test_who_leads_from_now_on_and_has_no_folder_trains_on(tmp_path, capsys):
     model = torch.nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential") as pace:
-        pace.run.folder = pace.training.home.path = tmp_path / "file" / "run"
-        pace.training.home.take_over()
+        pace.run.folder = pace.training.run_folder.path = tmp_path / "file" / "run"
+        pace.training.run_folder.take_over()
         before = model.weight.detach().clone()
         pace.step((torch.ones(8, 4), torch.ones(8, 2)))
         assert not torch.equal(before, model.weight)
         with pytest.raises(OSError, match=r"file/run"):
             pace.save()
-    assert (
-        "run cannot be written here (Not a directory): training continues without a record" in capsys.readouterr().err
-    )
+    text = "run cannot be written here (Not a directory): training continues without an event log"
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

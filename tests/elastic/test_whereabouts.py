@@ -22,14 +22,14 @@ def in_thread(work):
 
 def test_the_innermost_counts_and_afterwards_the_one_around_it():
     mine = Activity()
-    assert (mine.tell()["doing"], mine.since()) == (OUTSIDE, None)
+    assert (mine.status()["doing"], mine.since()) == (OUTSIDE, None)
     with mine.at("computing"):
         with mine.at("agreeing", waits=True):
-            told = mine.tell()
+            told = mine.status()
             assert (told["doing"], told["waits"]) == ("agreeing", True)
             assert 0 <= time.monotonic() - mine.since() < 5
-        assert (mine.tell()["doing"], mine.tell()["waits"], mine.since()) == ("computing", False, None)
-    assert mine.tell()["doing"] == OUTSIDE
+        assert (mine.status()["doing"], mine.status()["waits"], mine.since()) == ("computing", False, None)
+    assert mine.status()["doing"] == OUTSIDE
 
 
 def test_other_threads_only_add_what_is_on_the_wire():
@@ -38,11 +38,11 @@ def test_other_threads_only_add_what_is_on_the_wire():
 
     def other():
         with mine.at("something of its own"), mine.waiting("sum of bucket 3 (4.0 MB)"):
-            assert mine.tell()["doing"] == "agreeing: sum of bucket 3 (4.0 MB)"
+            assert mine.status()["doing"] == "agreeing: sum of bucket 3 (4.0 MB)"
 
     with mine.at("agreeing", waits=True):
         in_thread(other)
-    assert (mine.tell()["step"], mine.tell()["doing"]) == (7, OUTSIDE)
+    assert (mine.status()["step"], mine.status()["doing"]) == (7, OUTSIDE)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ thread.start()
 looking.wait()
 child = os.fork()
 if not child:
-    os._exit(10 * gc.isenabled() + activity._LOOKING.acquire(timeout=1.0))
+    os._exit(10 * gc.isenabled() + activity._LOCK.acquire(timeout=1.0))
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
@@ -186,7 +186,7 @@ def told(doing, waits, silent_s=0.0, step=4):
 
 def test_who_is_missing_is_who_does_not_wait_or_does_not_answer():
     everyone = {0: told("agreeing", True), 1: told("computing", False), 2: told("agreeing", True, silent_s=4.0)}
-    assert activity.missing(everyone, 0) == [1, 2]
+    assert activity.absent_ranks(everyone, 0) == [1, 2]
     line = activity.line(everyone, 0, 3, [1, 2])
     assert "rank 0 of 3 on host of agreeing at step 4 has waited 6 s for others in agreeing; not there: rank 1" in line
     assert "computing, for 6.0 s; a step took 0.1 s" in line
@@ -198,15 +198,15 @@ def test_who_is_missing_is_who_does_not_wait_or_does_not_answer():
 
 def test_where_all_wait_the_network_is_to_blame():
     everyone = {rank: told("agreeing", True) for rank in range(3)}
-    assert activity.missing(everyone, 1) == []
-    assert "look at the network between them: rank 0" in activity.line(everyone, 1, 3, [])
+    assert activity.absent_ranks(everyone, 1) == []
+    assert "check the network between them: rank 0" in activity.line(everyone, 1, 3, [])
 
 
 def test_where_all_wait_in_different_places_the_script_may_be_to_blame():
     """One node saves at another step than the others, as it counts steps itself."""
     everyone = {0: told("agreeing", True, step=5), 1: told("saving", True), 2: told("saving", True)}
     line = activity.line(everyone, 1, 3, [])
-    assert "the network between them, or" in line
+    assert "the network between them, and" in line
     assert "the same calls in every process" in line
 
 
@@ -214,12 +214,12 @@ def test_who_has_stood_still_is_in_doubt_of_the_others_until_a_step_that_began_a
     """Messages that they sent before may complete the step in which it resumed."""
     where = Activity()
     where.begin(7)
-    assert where.doubtful_s == 0.0
-    where.woke(34.0)
-    assert where.doubtful_s == 34.0
+    assert where.suspended_s == 0.0
+    where.note_suspension(34.0)
+    assert where.suspended_s == 34.0
     for step, doubt_s in ((8, 34.0), (9, 0.0), (10, 0.0)):
         where.begin(step)
-        assert where.doubtful_s == doubt_s
+        assert where.suspended_s == doubt_s
 
 
 def test_notices_go_to_the_screen_in_one_piece(capsys):
@@ -238,4 +238,4 @@ def test_who_gives_a_silent_machine_up_may_be_the_one_that_is_cut_off(monkeypatc
     monkeypatch.setattr(mine._peers[1], "send", lambda *words: None, raising=False)
     assert mine._declare_silent() == [1]
     assert ("stalled" in mine.dead[1]) == arrived
-    assert (mine.activity.doubtful_s > 90.0) == (not arrived)
+    assert (mine.activity.suspended_s > 90.0) == (not arrived)

@@ -136,7 +136,7 @@ def test_the_checksum_is_of_numbers_and_not_of_their_types():
 
 def test_of_several_votes_the_merged_one_says_that_they_differ():
     same = Vote.merge([Vote(options=7), Vote(options=7)])
-    assert not same.unlike
+    assert not same.options_differ
     mixed = Vote.merge([Vote(options=7), Vote(options=8)])
-    assert Vote.unpack(mixed.pack()).unlike
-    assert Vote.merge([mixed, same]).unlike
+    assert Vote.unpack(mixed.pack()).options_differ
+    assert Vote.merge([mixed, same]).options_differ

@@ -55,7 +55,7 @@ def test_batches_of_different_length_are_told():
     def work(link):
         rank = Rank(link, build())
         rank.train(BATCHES[:1])
-        with pytest.raises(ValueError, match=r"batches of 24, 23 rows for one and the same step; give each process"):
+        with pytest.raises(ValueError, match=r"batches of 24, 23 rows in the same step; give each process"):
             rank.step(Whole(rows(24 - link.rank, 1)))
 
     ranks.run(2, work)

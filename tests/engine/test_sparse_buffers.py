@@ -120,10 +120,10 @@ def test_a_checkpoint_and_an_export_have_it(tmp_path, wait):
 
 
 def test_a_damaged_one_is_refused():
-    parts = dict(tensor_file.apart({"edges": adjacency()}))
+    parts = dict(tensor_file.split_sparse({"edges": adjacency()}))
     parts["edges.coo_indices"] = parts["edges.coo_indices"] + 6
     with pytest.raises(ValueError, match="'edges' is no sparse tensor"):
-        tensor_file.together(parts)
+        tensor_file.join_sparse(parts)
 
 
 def test_a_late_node_is_told_of_it():

@@ -12,7 +12,7 @@ import torch
 import paceline
 from launching import HERE, environment
 from needs import want
-from paceline.environment import FORMERLY, LaunchEnvironment, first_host, translate, variable
+from paceline.environment import FORMER_NAMES, LaunchEnvironment, first_host, translate, variable
 from paceline.launch.local import start
 
 pytestmark = pytest.mark.long
@@ -147,8 +147,8 @@ def test_nodes_with_different_numbers_of_processes_are_placed(world):
         ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "made this process rank 1 of 4 .* MPICH, Intel MPI or Open MPI, or srun"),
         (mpi("x", 4, 1, 2), "OMPI_COMM_WORLD_RANK='x'.*whole number"),
         (mpi(3, 5, 1, 2, MASTER_ADDR="a"), "do not fit together"),
-        (slurm(0, 0, 2, STEP_TASKS_PER_NODE="3,1"), "dealt tasks as 3,1 per node, and says that this is node 2"),
-        (slurm(0, 0, 0, STEP_TASKS_PER_NODE="many"), "dealt 4 tasks as many per node"),
+        (slurm(0, 0, 2, STEP_TASKS_PER_NODE="3,1"), "assigned tasks as 3,1 per node, but this is node 2"),
+        (slurm(0, 0, 0, STEP_TASKS_PER_NODE="many"), "assigned 4 tasks as many per node"),
         (slurm(0, 0, "b"), "SLURM_NODEID='b'.*whole number"),
         (slurm(0, 0, 5), "GROUP_RANK=5 do not fit together"),
     ],
@@ -218,7 +218,7 @@ def test_openmp_does_not_spin_beside_replicas_unless_the_user_wants_it(row, own,
     assert capfd.readouterr().out == f"{expected}\n"
 
 
-@pytest.mark.parametrize(("name", "former"), FORMERLY.items())
+@pytest.mark.parametrize(("name", "former"), FORMER_NAMES.items())
 def test_a_variable_is_read_by_its_former_name_too(name, former):
     assert variable(name, {}) == ""
     assert variable(name, {former: "old"}) == variable(name, {name: "old"}) == "old"

@@ -148,7 +148,7 @@ def test_no_other_room_imports_a_method():
 def test_what_is_read_of_a_method_is_what_it_is():
     for room in ("engine", "exchange", "codec", "link"):
         kind = registry.ROOMS[room]
-        promises, _ = registry._said(registry._promises(), kind)
+        promises, _ = registry._literal_attributes(registry._interfaces(), kind)
         for name in registry.names(room):
             made = getattr(registry.module(room, name), kind)
             for trait in promises:

@@ -83,7 +83,7 @@ def test_processes_that_decode_give_the_same_pixels(photos, shards, packed):
 
 
 def test_few_files_are_open_at_a_time(shards, monkeypatch):
-    monkeypatch.setattr(shard, "OPEN_FILES", 2)
+    monkeypatch.setattr(shard, "MAX_OPEN_FILES", 2)
     train, _ = images.load(shards, threads=1)
     before = len(os.listdir("/proc/self/fd"))
     for index in range(len(train)):

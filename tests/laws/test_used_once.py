@@ -24,14 +24,14 @@ def written(folder, steps):
 
 def test_epochs_that_follow_each_other_used_every_sample_once(tmp_path):
     run = written(tmp_path, [step(number) for number in range(2 * PER_EPOCH)])
-    assert summary.faults(run) == []
-    assert summary.told(run) == "each once in 2 whole epochs"
+    assert summary.errors(run) == []
+    assert summary.sample_usage(run) == "each once in 2 whole epochs"
 
 
 def test_what_was_done_again_after_a_resume_counts_once(tmp_path):
     again = {"event": "join", "time": 9.0, "num_nodes": 2}
     steps = [*map(step, range(6)), again, *map(step, range(3, 2 * PER_EPOCH))]
-    assert summary.told(written(tmp_path, steps)) == "each once in 2 whole epochs"
+    assert summary.sample_usage(written(tmp_path, steps)) == "each once in 2 whole epochs"
 
 
 @pytest.mark.parametrize(
@@ -47,17 +47,17 @@ def test_what_was_done_again_after_a_resume_counts_once(tmp_path):
 )
 def test_what_is_not_so_is_told(tmp_path, steps, says):
     run = written(tmp_path, steps)
-    assert summary.faults(run) == [says]
-    assert summary.told(run) == says
+    assert summary.errors(run) == [says]
+    assert summary.sample_usage(run) == says
 
 
 @pytest.mark.parametrize("exchange", ["local_sgd:4", "periodic:4"])  # the latter in records of the version before
 def test_where_nodes_agree_now_and_then_one_node_s_samples_say_nothing(tmp_path, exchange):
     steps = [step(number, samples=3) for number in range(PER_EPOCH)]
     run = written(tmp_path, steps)
-    assert summary.faults(run)
+    assert summary.errors(run)
     run.join["exchange"] = exchange
-    assert summary.told(run) == "each once in 1 whole epochs"
+    assert summary.sample_usage(run) == "each once in 1 whole epochs"
 
 
 def test_a_script_that_deals_its_rows_itself_is_not_judged(tmp_path):
@@ -65,4 +65,4 @@ def test_a_script_that_deals_its_rows_itself_is_not_judged(tmp_path):
         {key: value for key, value in step(number).items() if key not in ("batch", "rows", "samples", "ends_epoch")}
         for number in range(3)
     ]
-    assert summary.told(written(tmp_path, steps)) == ""
+    assert summary.sample_usage(written(tmp_path, steps)) == ""

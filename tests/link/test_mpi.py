@@ -43,7 +43,7 @@ def test_a_training_is_bit_equal_on_all_ranks_and_equals_one_process(size, way, 
     script = mpirun.SCRIPTS / "trained_by_mpi.py"
     done = run(mpirun.command(size, "-W", "error", WRAP, script, tmp_path, *cases, way=way), env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
-    rounded = ["paceline: the wire adds in bf16: among 3 nodes a sum is rounded once more by each"]
+    rounded = ["paceline: the all-reduce adds in bf16: with 3 nodes each sum is rounded once per node"]
     assert done.stderr.splitlines() == (rounded if size > 2 else [])
     for case in cases:
         everyone = [load_file(tmp_path / f"{case}.{rank}.safetensors") for rank in range(size)]

@@ -1,4 +1,4 @@
-"""A drawn step is one that readers of Chrome's traces open; it agrees with the record and changes nothing."""
+"""A trace is valid for readers of Chrome's format; it agrees with the event log and does not change training."""
 
 import json
 from collections import defaultdict
@@ -12,13 +12,13 @@ import paceline
 from launching import launch
 from nodes import Plain, build, rows
 from paceline.report.record import read
-from paceline.report.trace import document, parse, queued
+from paceline.report.trace import document, in_order, parse
 
 NAP_S = 0.03
 
 
 def tracks(whole):
-    """(process, track's name) -> its events in order, after all that the format asks of a file."""
+    """(process, track's name) -> its events in order; checks first that the file is valid."""
     assert set(whole) == {"traceEvents", "displayTimeUnit", "otherData"}
     assert whole["displayTimeUnit"] == "ms"
     names, found = {}, defaultdict(list)
@@ -46,7 +46,7 @@ def end(event):
 
 
 def check_nesting(track, events):
-    """Each event lies in the one that is open when it begins, or after it."""
+    """Each event is within the one that is open when it begins, or after it."""
     nanosecond, open_ = 0.001, []
     for event in events:
         while open_ and event["ts"] >= end(open_[-1]) - nanosecond / 2:
@@ -68,13 +68,13 @@ def seconds(events):
 def drawn(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drawn")
     done = launch("drawn.py", folder, engine="processes:2", num_nodes=2, PACELINE_TRACE="2-3")
-    assert done.stderr.count("steps 2 to 3 are drawn in") == 1
+    assert done.stderr.count("the trace of steps 2 to 3 is in") == 1
     whole = json.loads((folder / "run" / "trace.json").read_text())
     return tracks(whole), {e["step"]: e for e in read(folder / "run") if e["event"] == "step"}
 
 
 def main_track(drawn, node, name):
-    """Of the process that holds the node's link."""
+    """The tracks of the process that holds the node's link."""
     (track,) = [t for t in drawn[0] if t[0] == node and t[1].endswith(name) and "process 1" not in t[1]]
     return drawn[0][track]
 
@@ -97,23 +97,23 @@ def test_it_agrees_with_the_record(drawn):
     steps = [event for event in compute if event["name"].startswith("step ")]
     assert [event["name"] for event in steps] == ["step 2", "step 3"]
     for number, step in zip((2, 3), steps, strict=True):
-        said = record[number]
+        event_of_step = record[number]
         parts = {name: inside(waiting, step, name) for name in ("input", "exchange, not hidden", "reconcile")}
         parts |= {name: inside(compute, step, name) for name in ("gradient", "update", "forward", "backward")}
-        assert seconds([step]) >= said["seconds"] * (1 - 1e-5)
-        assert seconds(parts["input"]) <= said["wait_seconds"] + 1e-5
-        assert seconds(parts["exchange, not hidden"]) <= said["exchange_seconds"] + 1e-5
-        assert seconds(parts["update"] + parts["reconcile"]) <= said["update_seconds"] + 1e-5
+        assert seconds([step]) >= event_of_step["seconds"] * (1 - 1e-5)
+        assert seconds(parts["input"]) <= event_of_step["wait_seconds"] + 1e-5
+        assert seconds(parts["exchange, not hidden"]) <= event_of_step["exchange_seconds"] + 1e-5
+        assert seconds(parts["update"] + parts["reconcile"]) <= event_of_step["update_seconds"] + 1e-5
         outer = ("input", "gradient", "exchange, not hidden", "update", "reconcile")
         assert seconds([event for name in outer for event in parts[name]]) <= seconds([step])
         assert len(parts["forward"]) == len(parts["backward"]) == 2, "micro-batches"
         assert seconds(parts["forward"] + parts["backward"]) <= seconds(parts["gradient"])
-        everyone = [
+        all_processes = [
             seconds([[event for event in events if event["name"] == "gradient"][number - 2]])
             for (_, name), events in found.items()
             if name.endswith("compute")
         ]
-        assert said["compute_seconds"] <= max(everyone) + 1e-5
+        assert event_of_step["compute_seconds"] <= max(all_processes) + 1e-5
 
 
 @pytest.mark.dear
@@ -151,7 +151,7 @@ def test_pieces_are_drawn_with_their_form(drawn):
 
 
 class Again(Plain):
-    """Layers are computed again in backward."""
+    """Layers are recomputed in backward (activation checkpointing)."""
 
     def forward(self, x):
         return self.head(checkpoint(lambda x: F.relu(self.second(F.relu(self.first(x)))), x, use_reentrant=False))
@@ -175,8 +175,8 @@ def test_alone_it_changes_nothing(tmp_path, monkeypatch, kind):
     (events,) = (e for (_, name), e in tracks(json.loads((tmp_path / "drawn/trace.json").read_text())).items()
                  if name.endswith("compute"))  # fmt: skip
     assert [event["name"] for event in events].count("head (Linear)") == 3
-    (said,) = [event for event in read(tmp_path / "drawn") if event["event"] == "trace"]
-    assert (said["first_step"], said["last_step"]) == (1, 3)
+    (event_of_step,) = [event for event in read(tmp_path / "drawn") if event["event"] == "trace"]
+    assert (event_of_step["first_step"], event_of_step["last_step"]) == (1, 3)
     assert not (tmp_path / "plain" / "trace.json").exists()
 
 
@@ -195,7 +195,7 @@ def test_a_run_that_fails_in_a_drawn_step_says_its_own_error(tmp_path, monkeypat
 
 @pytest.mark.parametrize("step", [0, 2])
 def test_where_others_are_here_than_began_nothing_is_drawn_and_that_is_told(step, tmp_path, monkeypatch, capsys):
-    """Before the drawn steps, or among them. Story: who came late was not asked, and met the others out of step."""
+    """Before or among the traced steps. Regression: a joining node did not take part, so collectives did not match."""
     monkeypatch.setenv("PACELINE_TRACE", "1-2")
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -205,7 +205,7 @@ def test_where_others_are_here_than_began_nothing_is_drawn_and_that_is_told(step
                 pace.run.link.generation += 1  # as when nodes were lost, or came
             pace.step(rows(12, number))
     assert not (tmp_path / "trace.json").exists()
-    assert capsys.readouterr().err.count("nodes were lost or came since training began, so no step is drawn") == 1
+    assert capsys.readouterr().err.count("nodes failed or joined since training began, so no step is traced") == 1
     assert [event["event"] for event in read(tmp_path)].count("hint") == 1
 
 
@@ -214,12 +214,12 @@ def test_a_drawing_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch, ca
     (tmp_path / "trace.json").mkdir()
     losses, _ = trained(tmp_path)
     assert len(losses) == 4
-    assert "steps 1 to 2 could not be drawn in" in capsys.readouterr().err
+    assert "the trace of steps 1 to 2 could not be written to" in capsys.readouterr().err
 
 
 def test_a_wire_takes_one_thing_after_another():
     rows = [("b", 1.0, 3.0, {}), ("a", 0.0, 2.0, {}), ("c", 5.0, 4.0, {})]
-    assert queued(rows) == [
+    assert in_order(rows) == [
         ("a", 0.0, 2.0, {"waited_ms": 0.0}),
         ("b", 2.0, 3.0, {"waited_ms": 1000.0}),
         ("c", 5.0, 5.0, {"waited_ms": 0.0}),
@@ -236,5 +236,5 @@ def test_which_steps():
     assert parse("5") == (5, 7)
     assert parse("5-9") == (5, 9)
     for wrong in ("x", "-3", "5-", "9-5", "1.5"):
-        with pytest.raises(ValueError, match=r"is no step; give the first step to draw, as 5, or .* as 5-9"):
+        with pytest.raises(ValueError, match=r"is no step; give the first step to trace, as 5, or .* as 5-9"):
             parse(wrong)

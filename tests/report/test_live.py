@@ -1,4 +1,4 @@
-"""A run answers who asks from another terminal, nobody of another user, and leaves nothing behind."""
+"""The status server replies to processes of the same user only, and leaves no file behind."""
 
 import os
 import signal
@@ -18,13 +18,13 @@ from paceline.report.status_server import StatusServer
 
 
 def ours():
-    """The names of this process: others on the machine, as those of other tests, come and go meanwhile."""
+    """The server names of this process only: other tests on the machine start and end servers meanwhile."""
     return {name for name in status_server.names() if name.startswith(f"{status_server.PREFIX}{os.getpid()}-")}
 
 
 @pytest.fixture
 def served():
-    """A name that echoes questions."""
+    """A server that echoes requests."""
     before = ours()
     server = StatusServer(lambda question: {"asked": question})
     (name,) = ours() - before
@@ -34,7 +34,7 @@ def served():
 
 @pytest.fixture
 def particular():
-    """A name that knows objects alone."""
+    """A server that accepts only JSON objects."""
     before = ours()
     server = StatusServer(lambda question: {"asked": question.get("stacks")})
     (name,) = ours() - before
@@ -57,7 +57,7 @@ def test_it_answers_and_goes_on_after_nonsense(served, particular, nonsense):
 
 @pytest.mark.parametrize("name", [b"x", b"\xff-1", b"%d-\xff"], ids=["no number", "no UTF-8", "of this process"])
 def test_whatever_names_others_choose_stacks_are_found(name):
-    """Any user may: one that is no number once ended a peer of whoever asked."""
+    """Any user may bind such a name. Regression: a name without a pid ended the querying process."""
     server = StatusServer(lambda question: {"stacks": {"rank 0": "here\n"}})
     with socket.socket(socket.AF_UNIX) as odd:
         odd.bind(b"\0" + status_server.PREFIX.encode() + name.replace(b"%d", b"%d" % os.getpid()))
@@ -68,7 +68,7 @@ def test_whatever_names_others_choose_stacks_are_found(name):
 
 
 def test_what_answers_and_is_no_run_is_none_of_those_that_are_asked_for(served, particular):
-    """Story: `doctor --run` ended in a KeyError wherever anything else answered on the machine."""
+    """Regression: `doctor --run` raised a KeyError if another server replied on the machine."""
     with pytest.raises(ValueError, match="no process of run 'mine' answers on this machine"):
         live_status.query("mine")
 
@@ -97,45 +97,47 @@ def test_another_user_is_not_answered(served):
 
 
 def test_who_does_not_answer_is_not_waited_for(tmp_path):
-    """A stopped process's kernel still takes the question."""
+    """The kernel accepts a request also for a stopped process."""
     script = (
         "import time\nfrom paceline.report.status_server import StatusServer\nserver = StatusServer(lambda question: "
         "{})\n"
         "print('here', flush=True)\ntime.sleep(100)"
     )
     source = str(Path(status_server.__file__).parents[2])
-    asked = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": source}
     )
     try:
-        assert asked.stdout.readline() == b"here\n"
-        (name,) = (name for name in status_server.names() if name.startswith(f"{status_server.PREFIX}{asked.pid}-"))
+        assert process.stdout.readline() == b"here\n"
+        (name,) = (name for name in status_server.names() if name.startswith(f"{status_server.PREFIX}{process.pid}-"))
         assert status_server.query(name) == {}
-        os.kill(asked.pid, signal.SIGSTOP)
-        while psutil.Process(asked.pid).status() != psutil.STATUS_STOPPED:
+        os.kill(process.pid, signal.SIGSTOP)
+        while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
         start = time.monotonic()
         assert status_server.query(name, 0.3) is None
         assert time.monotonic() - start < 10
-        with pytest.raises(ValueError, match=rf"without an answer: .*pid {asked.pid}, stopped: .*python"):
-            live_status.query(str(tmp_path))
+        with pytest.raises(ValueError, match=rf"without an answer: .*pid {process.pid}, stopped: .*python"):
+            live_status.ask(str(tmp_path))
     finally:
-        asked.kill()
-        asked.communicate()
+        process.kill()
+        process.communicate()
 
 
 def test_a_run_is_found_by_its_folder_or_its_id_and_unknown_ones_are_told(tmp_path):
-    mine = Activity()
-    told = {"run": "1121-1000-ab", "folder": str(tmp_path), "command": ["train.py"], "pid": 7, "node": 0}
-    told |= {"num_nodes": 1, "local_rank": 0, "local_size": 1, "mine": mine.tell(), "everyone": {0: mine.tell()}}
+    activity = Activity()
+    reply = {"run": "1121-1000-ab", "folder": str(tmp_path), "command": ["train.py"], "pid": 7, "node": 0}
+    reply |= {"num_nodes": 1, "local_rank": 0, "local_size": 1}
+    reply |= {"mine": activity.status(), "everyone": {0: activity.status()}}
     server = StatusServer(
-        lambda question: {**told, **({"stacks": {"rank 0": "  here\n"}} if "stacks" in question else {})}
+        lambda question: {**reply, **({"stacks": {"rank 0": "  here\n"}} if "stacks" in question else {})}
     )
     try:
         for name in (str(tmp_path), "1121-1"):
             head, state, *stack = live_status.lines(live_status.query(name, stacks=True))
             assert head == "1121-1000-ab: train.py, 1 node"
-            assert state.startswith(f"rank 0 on {mine.host}, at step 0: outside of a step, in the script's own code")
+            text = "at step 0: outside of a step, in the script's own code"
+            assert state.startswith(f"rank 0 on {activity.host}, {text}")
             assert stack == ["", "rank 0:", "  here"]
         with pytest.raises(ValueError, match=r"no process of run '0304' answers.*running here: .*1121-1000-ab"):
             live_status.query("0304")

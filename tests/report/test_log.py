@@ -1,4 +1,4 @@
-"""Messages go through the logger `paceline`: which are printed, once, whole, and to whom."""
+"""Messages go through the logger `paceline`: which are printed, how often, and by which handler."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def talk(code: str = "", **more: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("level", "said"),
+    ("level", "lines"),
     [
         ("debug", ["a hint", "slow", "broken"]),
         ("info", ["a hint", "slow", "broken"]),
@@ -74,8 +74,8 @@ def talk(code: str = "", **more: str) -> str:
         ("error", ["broken"]),
     ],
 )
-def test_the_variable_says_from_which_level_on_messages_are_printed(level, said):
-    assert talk(PACELINE_LOG=level) == "".join(f"paceline: {text}\n" for text in said)
+def test_the_variable_says_from_which_level_on_messages_are_printed(level, lines):
+    assert talk(PACELINE_LOG=level) == "".join(f"paceline: {text}\n" for text in lines)
 
 
 def test_a_script_s_basic_configuration_neither_prints_twice_nor_silences():
@@ -161,7 +161,7 @@ def test_a_wrong_level_is_an_error_of_join_and_of_every_command(monkeypatch):
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("paceline: PACELINE_LOG='loud' is no level")
+    assert done.stderr.startswith("paceline: PACELINE_LOG='loud' is no log level")
     assert done.stderr.count("\n") == 1
 
 
@@ -203,7 +203,7 @@ def test_where_nothing_can_be_written_training_goes_on(monkeypatch, stream):
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # which Python 3.12 has for this very danger
 def test_a_child_that_is_forked_while_others_log_is_free_to_log(monkeypatch, tmp_path):
-    """Story: of children that are forked while a thread writes to a file as stderr, one in three stood still."""
+    """Regression: one in three children deadlocked if forked while a thread wrote to stderr as a file."""
     stream = (tmp_path / "stderr").open("w")
     monkeypatch.setattr(sys, "stderr", stream)
     log.handlers[:] = [module._screen]  # pytest's own, of a file, has the same fault

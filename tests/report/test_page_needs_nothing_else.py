@@ -1,4 +1,4 @@
-"""A report is one file that shows what the record says, to anybody, on anything, without a network."""
+"""A report is one self-contained file that shows the event log, accessible, on any device, without network access."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ def made(tmp_path, *runs):
 
 
 def charts(text):
-    """Key -> what the chart tells its script: axes and lines."""
+    """Key -> the chart's data for its script: axes and lines."""
     found = re.findall(
         r'<figure class="card chart[^"]*" id="([^"]+)".*?<script type="application/json">(.*?)</script>',
         text,
@@ -52,7 +52,7 @@ def six(tmp_path_factory):
 
 
 class Checked(HTMLParser):
-    """Tags must close in order; ids must be unique, and those referred to must be there."""
+    """Tags must close in order; ids must be unique, and every id that is referenced must exist."""
 
     def __init__(self, text):
         super().__init__()
@@ -168,7 +168,7 @@ def test_a_failed_plan_row_is_shown_with_its_reason(tmp_path):
 
 
 def test_a_plan_of_many_rows_shows_those_that_were_tried(tmp_path):
-    """A row that was not tried has a speedup too, by prediction: it must not look measured."""
+    """A candidate that was not measured has a predicted speedup, which must not be shown as measured."""
     tried = {4, 11}
     rows = [
         {"engine": f"row{i}", "predicted_s": 1.0 + i, "measured_s": 2.0 if i in tried | {0} else None, "speedup": 1.0}
@@ -181,7 +181,7 @@ def test_a_plan_of_many_rows_shows_those_that_were_tried(tmp_path):
     )
     assert [int(name) for name, _ in shown] == [0, 1, 2, 3, 4, 5, 6, 11]
     assert {int(name) for name, bars in shown if 'class="measured"' in bars} == tried | {0}
-    assert "All 20 rows" in text
+    assert "All 20 candidates" in text
     assert "<dt>speedup</dt>" not in text, "the chosen row was not measured"
 
 
@@ -205,9 +205,9 @@ def test_long_runs_are_thinned_and_keep_their_extremes(tmp_path):
     (line,) = charts(text)["loss-by-step"]["lines"]
     assert len(line["x"]) == 300
     assert "between 1 and 50" in text
-    from paceline.report.page.charts import Thin
+    from paceline.report.page.charts import Downsampled
 
-    thin = Thin.of(load(run).steps["step"], load(run).steps["loss"], 300)
+    thin = Downsampled.of(load(run).steps["step"], load(run).steps["loss"], 300)
     assert thin.high.max() == 50
     assert (thin.low <= thin.mid).all()
     assert (thin.mid <= thin.high).all()
@@ -287,25 +287,25 @@ def chrome():
 
 @pytest.fixture
 def visit(chrome, whole, six, tmp_path):
-    """Opens a page; at the end, nothing may have been complained of or asked for."""
-    said, asked, contexts = [], [], []
+    """Opens a page; afterwards there must be no console message and no network request."""
+    messages, requests, contexts = [], [], []
 
     def visit(text, width, colours="light", script=True):
         (tmp_path / "page.html").write_text(text, encoding="utf-8")
         viewport = {"width": width, "height": 800}
         contexts.append(chrome.new_context(viewport=viewport, color_scheme=colours, java_script_enabled=script))
         opened = contexts[-1].new_page()
-        opened.on("console", lambda message: said.append(message.text))
-        opened.on("pageerror", lambda error: said.append(str(error)))
-        opened.on("request", lambda request: asked.append(request.url))
+        opened.on("console", lambda message: messages.append(message.text))
+        opened.on("pageerror", lambda error: messages.append(str(error)))
+        opened.on("request", lambda request: requests.append(request.url))
         opened.goto((tmp_path / "page.html").as_uri())
         return opened
 
     yield visit
     for context in contexts:
         context.close()
-    assert said == []
-    assert set(asked) == {(tmp_path / "page.html").as_uri()}
+    assert messages == []
+    assert set(requests) == {(tmp_path / "page.html").as_uri()}
 
 
 @pytest.mark.dear("360")
@@ -331,8 +331,8 @@ def test_the_pointer_and_the_arrows_show_values(visit, whole):
     losses = {event["step"]: event["loss"] for event in read(run) if event["event"] == "step"}
     opened = visit(text, 1400)
     opened.locator("#loss-by-step .plot").hover()
-    said = opened.locator("#loss-by-step .tips").inner_text()
-    at, value = re.search(r"step: (\d+)\s+loss\s+([\d.]+)", said).groups()
+    text = opened.locator("#loss-by-step .tips").inner_text()
+    at, value = re.search(r"step: (\d+)\s+loss\s+([\d.]+)", text).groups()
     assert float(value) == pytest.approx(losses[int(at)], rel=1e-3)
     assert 55 <= int(at) <= 65, "the middle of 120 steps"
     opened.mouse.move(0, 0)

@@ -1,4 +1,4 @@
-"""A record keeps whole lines whatever happens, and a run reads as what counted in the end."""
+"""The event log has complete lines only, and a resumed run is read with each step's last values."""
 
 import json
 import math
@@ -112,7 +112,7 @@ def test_what_json_does_not_know_is_written_in_words(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (None, r"there is no such folder; give the folder that training named"),
         ("", r"holds no record\.jsonl, so it is not a run"),
@@ -126,13 +126,13 @@ def test_what_json_does_not_know_is_written_in_words(tmp_path):
         (b"\xff\xfe\n", r"line 1 is not an event"),
     ],
 )
-def test_what_cannot_be_read_is_one_clear_error(tmp_path, content, words):
+def test_what_cannot_be_read_is_one_clear_error(tmp_path, content, message):
     folder = tmp_path / "run"
     if content is not None:
         folder.mkdir()
         if content != "":
             (folder / "record.jsonl").write_bytes(content)
-    with pytest.raises(ValueError, match=words) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         load(folder)
     assert str(folder) in str(caught.value)
 
@@ -140,9 +140,9 @@ def test_what_cannot_be_read_is_one_clear_error(tmp_path, content, words):
 def test_steps_done_again_after_a_resume_replace_those_before(tmp_path):
     epoch = {"event": "epoch", "loss": 0.5, "accuracy": 0.9}
     first = [records.join(), *(step(n, loss=1.0) for n in range(4)), {**epoch, "epoch": 0}]
-    lost = [*(step(n, loss=7.0) for n in range(4, 8)), {**epoch, "epoch": 1, "loss": 7.0}]
+    repeated = [*(step(n, loss=7.0) for n in range(4, 8)), {**epoch, "epoch": 1, "loss": 7.0}]
     again = [records.join(), *(step(n, loss=2.0) for n in range(4, 6))]
-    run = load(write(tmp_path, *first, *lost, *again))
+    run = load(write(tmp_path, *first, *repeated, *again))
     assert run.steps["step"].tolist() == [0, 1, 2, 3, 4, 5]
     assert run.steps["loss"].tolist() == [1, 1, 1, 1, 2, 2]
     assert run.epochs["epoch"].tolist() == [0]

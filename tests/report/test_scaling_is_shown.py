@@ -1,4 +1,4 @@
-"""Runs on different numbers of nodes: speedup, efficiency and bytes are arithmetic on their records."""
+"""Runs on different numbers of nodes: speedup, efficiency and bytes are computed from their event logs."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from records import join, step, write
 
 
 def run(folder, nodes, batch, seconds, predicted=None, **fields):
-    """Forty even steps; with a plan over several numbers of nodes where there is a prediction."""
+    """Forty equal steps; if a prediction is given, also a plan for several numbers of nodes."""
     rows = tuple(Row("sequential", s) for n, s in (predicted or {}).items() if n == 1)
     teams = tuple(Team(n, "a,b,c,d"[: 2 * n - 1], batch_size=64, predicted_s=s) for n, s in (predicted or {}).items())
     imagined = Team(nodes, "", batch_size=batch, link="1gbit", predicted_s=9.0)
@@ -25,8 +25,8 @@ def run(folder, nodes, batch, seconds, predicted=None, **fields):
     steps = [
         step(i, weight=float(batch), seconds=seconds, **exchange, time=1_800_000_001.0 + i * seconds) for i in range(40)
     ]
-    said = join(engine="sequential", num_nodes=nodes, batch_size=batch, time=1_800_000_000.0, **fields)
-    return write(folder, *plan, said, *steps)
+    join_event = join(engine="sequential", num_nodes=nodes, batch_size=batch, time=1_800_000_000.0, **fields)
+    return write(folder, *plan, join_event, *steps)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def folders(tmp_path_factory):
 
 
 def items(text, title):
-    """What a figure says of each run: (name, reason, value)."""
+    """A figure's (name, reason, value) for each run."""
     figure = re.search(rf"<h3>Speedup: {re.escape(title)}</h3>.*?</figure>", text, re.DOTALL)[0]
     return re.findall(
         r'<span class="name">(.*?)</span><span class="reason">(.*?)</span>.*?<span class="value">(.*?)</span>',
@@ -102,10 +102,10 @@ def test_the_fewest_nodes_are_the_base(folders):
 def test_emulated_runs_say_so(folders, tmp_path):
     other = run(tmp_path / "emulated", 8, 64, 0.2, emulated=True)
     assert "8 nodes, emulated" in scaling([load(folders[1]), load(other)])
-    for which, told in ((other, True), (folders[1], False)):
+    for which, shown in ((other, True), (folders[1], False)):
         page.write([which], tmp_path / "report.html")
         text = (tmp_path / "report.html").read_text(encoding="utf-8")
-        assert ("sequential, emulated" in text, "Emulated: " in text) == (told, told)
+        assert ("sequential, emulated" in text, "Emulated: " in text) == (shown, shown)
 
 
 def test_one_run_says_what_it_sent_and_did_not_hide(folders, tmp_path):

@@ -1,4 +1,4 @@
-"""A node that is slower than its share says is named once, with what its machine shows; noise is not named."""
+"""A node that is slower than its share assumes is reported once, with its symptoms; noise is not reported."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from machines import needs_cluster
 from paceline.report.activity import Activity
 from paceline.report.host_health import HostHealth, HostSample
 from paceline.report.record import Record, read
-from paceline.report.stragglers import NETWORK, NOTHING, Stragglers
+from paceline.report.stragglers import NETWORK, NO_SYMPTOMS, Stragglers
 
 SPIN = "import os\nprint(os.getpid(), flush=True)\nwhile True: pass"
 
@@ -32,7 +32,7 @@ class Clock:
 
 @pytest.fixture
 def watch(tmp_path):
-    """``run(steps, busy, ...)``: so many steps in which nodes are so busy; ``found()``: the events written."""
+    """``run(steps, busy, ...)``: steps with these busy times of the nodes; ``found()``: the events written."""
 
     class Watch:
         def __init__(self):
@@ -67,19 +67,20 @@ def test_a_slow_node_is_named_once_with_its_signs(watch, capsys):
     watch.run(30, (0.2, 0.2, 0.2))
     assert watch.found() == []
     watch.run(60, (0.2, 0.5, 0.2))
-    (told,) = watch.found()
-    assert (told["node"], told["host"], told["seconds"], told["usual_seconds"]) == (1, "host1", 0.5, 0.2)
-    assert told["step"] <= 30 + 9 + 4
-    assert told["signs"] == watch.signs[1]
-    assert "rank 1 on host1 is slower than its share says: 0.5 s of work in a step, the others 0.2 s" in told["text"]
-    assert capsys.readouterr().err == f"paceline: {told['text']}\n"
+    (event,) = watch.found()
+    assert (event["node"], event["host"], event["seconds"], event["usual_seconds"]) == (1, "host1", 0.5, 0.2)
+    assert event["step"] <= 30 + 9 + 4
+    assert event["signs"] == watch.signs[1]
+    text = "rank 1 on host1 is slower than its share assumes: 0.5 s of work in a step, the others 0.2 s"
+    assert text in event["text"]
+    assert capsys.readouterr().err == f"paceline: {event['text']}\n"
 
 
 def test_it_is_named_again_in_the_record_alone_after_it_had_recovered(watch, capsys):
     watch.signs = {0: ["memory is short"]}
     for busy in ((0.5, 0.2, 0.2), (0.2, 0.2, 0.2), (0.5, 0.2, 0.2)):
         watch.run(30, busy)
-    assert [told["node"] for told in watch.found()] == [0, 0]
+    assert [event["node"] for event in watch.found()] == [0, 0]
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
@@ -96,9 +97,9 @@ def test_new_shares_come_with_the_name_of_the_slow(watch, capsys):
     assert watch.found() == []
     watch.stragglers.on_assignment(15, (8, 8), (12, 4), (40.0, 16.0))
     watch.run(20, (0.3, 0.3), step_s=1.0)
-    (told,) = watch.found()
-    assert (told["old"], told["new"]) == ([8, 8], [12, 4])
-    assert told["text"].endswith(f"{NOTHING}; rows of the global batch: 8, 8 -> 12, 4")
+    (event,) = watch.found()
+    assert (event["old"], event["new"]) == ([8, 8], [12, 4])
+    assert event["text"].endswith(f"{NO_SYMPTOMS}; rows of the global batch: 8, 8 -> 12, 4")
 
 
 def test_who_made_the_shares_change_is_named_even_where_noise_hid_it(watch):
@@ -106,7 +107,7 @@ def test_who_made_the_shares_change_is_named_even_where_noise_hid_it(watch):
     watch.stragglers.on_assignment(5, (8, 8), (9, 7), (40.0, 35.0))
     watch.stragglers.on_assignment(6, (8, 8), (12, 4), (40.0, 16.0))
     watch.stragglers.close()
-    assert [(told["node"], told["new"]) for told in watch.found()] == [(1, [12, 4])]
+    assert [(event["node"], event["new"]) for event in watch.found()] == [(1, [12, 4])]
 
 
 def test_who_has_the_rows_of_one_that_was_slow_is_none(watch):
@@ -114,14 +115,14 @@ def test_who_has_the_rows_of_one_that_was_slow_is_none(watch):
     watch.run(40, (0.3, 0.1), rows=(12, 4))
     watch.stragglers.on_assignment(40, (12, 4), (8, 8), (40.0, 40.0))
     watch.stragglers.close()
-    assert [told["node"] for told in watch.found()] == [1]
+    assert [event["node"] for event in watch.found()] == [1]
 
 
 def test_what_is_not_told_yet_is_told_at_the_end(watch):
     watch.run(13, (0.2, 0.5, 0.2), step_s=0.01)
     assert watch.found() == []
     watch.stragglers.close()
-    assert [told["node"] for told in watch.found()] == [1]
+    assert [event["node"] for event in watch.found()] == [1]
 
 
 def test_a_slow_network_is_named_where_all_nodes_take_what_they_took(watch):
@@ -129,15 +130,15 @@ def test_a_slow_network_is_named_where_all_nodes_take_what_they_took(watch):
     watch.run(30, (0.2, 0.2, 0.2), took_s=0.05, sent_bytes=9000)
     assert watch.found() == []
     watch.run(30, (0.2, 0.2, 0.2), took_s=0.4)
-    (told,) = watch.found()
-    assert "node" not in told
-    assert "the network is slow: what a step sends takes 0.4 s, and 0.05 s at best before" in told["text"]
+    (event,) = watch.found()
+    assert "node" not in event
+    assert "the network is slow: communication takes 0.4 s per step, and took 0.05 s at best before" in event["text"]
     assert NETWORK not in {each.node for each in watch.stragglers.pending}
 
 
 @pytest.fixture
 def stranger():
-    """A program that is busy and no child of this one."""
+    """A busy program that is not a child of this process."""
     shell = subprocess.Popen(
         ["sh", "-c", f"exec {sys.executable} -c '{SPIN}' & wait"], stdout=subprocess.PIPE, start_new_session=True
     )
@@ -150,17 +151,17 @@ def stranger():
 
 
 def test_programs_that_take_the_cores_are_named(stranger, monkeypatch):
-    monkeypatch.setattr("paceline.report.host_health.MOST", 1000)  # others may take more
-    monkeypatch.setattr("paceline.report.host_health.NAMED", 0.01)
+    monkeypatch.setattr("paceline.report.host_health.MAX_NAMED", 1000)  # others may take more
+    monkeypatch.setattr("paceline.report.host_health.MIN_NAMED", 0.01)
     signs = HostHealth(Activity())
-    before = signs.look()
+    before = signs.sample()
     assert stranger in before.spent
     assert stranger not in before.ours
     assert os.getpid() in before.ours
     end = time.monotonic() + 30
     while True:
         time.sleep(0.5)
-        found = signs.compare(before, signs.look())
+        found = signs.compare(before, signs.sample())
         if any(f"pid {stranger}" in words for words in found):
             break
         assert time.monotonic() < end, found
@@ -188,7 +189,7 @@ def test_limits_short_memory_and_the_host_show(tmp_path):
         words = f"some avg10=0.00 avg60=0.00 avg300=0.00 total={int(memory_s * 1e6)}\n"
         (tmp_path / "proc/pressure/memory").write_text(words)
         (tmp_path / "proc/vmstat").write_text(f"pswpin {swapped}\npswpout 0\npgmajfault 5\n")
-        return signs.look()
+        return signs.sample()
 
     at_first = (0, 0.0, 0.0, 0)
     (home / "cpu.stat").write_text("throttled_usec 0\n")
@@ -207,24 +208,24 @@ def test_limits_short_memory_and_the_host_show(tmp_path):
 
 
 def test_late_data_is_a_sign():
-    mine = Activity()
-    mine.begin(0)
-    mine.end(1.0, 0.6)
-    assert list(HostHealth(mine)._data()) == ["its data comes late: 60 % of a step is waiting for it"]
-    mine.end(1.0, 0.1)
-    assert list(HostHealth(mine)._data()) == []
+    activity = Activity()
+    activity.begin(0)
+    activity.end(1.0, 0.6)
+    assert list(HostHealth(activity)._data()) == ["its data comes late: 60 % of a step is waiting for it"]
+    activity.end(1.0, 0.1)
+    assert list(HostHealth(activity)._data()) == []
 
 
 def test_a_look_costs_little():
-    """A thousandth of a core at most: what a look costs decides when the next one is."""
+    """At most a thousandth of a core: the cost of a sample determines the time of the next one."""
     signs = HostHealth(Activity())
     costs = []
     for _ in range(5):
         start = time.thread_time()
-        signs.look()
+        signs.sample()
         costs.append(time.thread_time() - start)
     assert min(costs) < 0.5
-    assert json.dumps(signs.compare(signs.look(), signs.look())) is not None
+    assert json.dumps(signs.compare(signs.sample(), signs.sample())) is not None
 
 
 def until(condition, nodes):
@@ -240,7 +241,7 @@ def events(folder):
     return read(folder) if path.exists() and path.stat().st_size else []
 
 
-def told(folder, node=1):
+def reported(folder, node=1):
     return [event for event in events(folder) if event["event"] == "straggler" and event.get("node") == node]
 
 
@@ -265,17 +266,17 @@ def test_a_node_whose_core_others_take_is_named_with_them_and_gives_rows_away(tm
         try:
             thieves += [subprocess.Popen(spin, stdout=subprocess.DEVNULL) for _ in range(5)]
             nodes = begin(cluster, tmp_path)
-            until(lambda: told(tmp_path), nodes)
-            said = end(tmp_path, nodes)
+            until(lambda: reported(tmp_path), nodes)
+            outputs = end(tmp_path, nodes)
         finally:
             for thief in thieves:
                 thief.kill()
                 thief.wait()
-    text = told(tmp_path)[0]["text"]
-    assert "rank 1 on node1 is slower than its share says" in text
+    text = reported(tmp_path)[0]["text"]
+    assert "rank 1 on node1 is slower than its share assumes" in text
     assert "other programs use" in text
     assert any(f"pid {thief.pid}" in text for thief in thieves)
-    assert said[0].count(text) == 1
+    assert outputs[0].count(text) == 1
     shares = [event for event in read(tmp_path) if event["event"] == "shares"]
     assert any(event["new"][1] < 12 for event in shares)
 
@@ -285,11 +286,13 @@ def test_a_node_whose_core_others_take_is_named_with_them_and_gives_rows_away(tm
 def test_a_node_whose_data_comes_late_is_named_with_that(tmp_path):
     with Cluster(2) as cluster:
         nodes = begin(cluster, tmp_path, "1")
-        until(lambda: told(tmp_path), nodes)
-        said = end(tmp_path, nodes)
-    text = told(tmp_path)[0]["text"]
-    assert re.search(r"rank 1 on node1 is slower than its share says: .*; its data comes late: \d+ % of a step", text)
-    assert said[0].count(text) == 1
+        until(lambda: reported(tmp_path), nodes)
+        outputs = end(tmp_path, nodes)
+    text = reported(tmp_path)[0]["text"]
+    assert re.search(
+        r"rank 1 on node1 is slower than its share assumes: .*; its data comes late: \d+ % of a step", text
+    )
+    assert outputs[0].count(text) == 1
 
 
 @pytest.mark.dear
@@ -299,9 +302,9 @@ def test_a_network_that_becomes_slow_is_named(tmp_path):
         nodes = begin(cluster, tmp_path)
         until(lambda: sum(event["event"] == "step" for event in events(tmp_path)) > 40, nodes)
         cluster.shape("200kbit")
-        until(lambda: told(tmp_path, None), nodes)
+        until(lambda: reported(tmp_path, None), nodes)
         cluster.shape(None)
-        said = end(tmp_path, nodes)
-    text = told(tmp_path, None)[0]["text"]
-    assert re.search(r"the network is slow: what a step sends takes \S+ s, and \S+ s at best before", text)
-    assert said[0].count(text) == 1
+        outputs = end(tmp_path, nodes)
+    text = reported(tmp_path, None)[0]["text"]
+    assert re.search(r"the network is slow: communication takes \S+ s per step, and took \S+ s at best before", text)
+    assert outputs[0].count(text) == 1

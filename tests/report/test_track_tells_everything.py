@@ -1,4 +1,4 @@
-"""A follower passes every number on, at its step and time, and says what is missing."""
+"""A tracker receives every number with its step and time; an error names a missing package or event log."""
 
 import os
 import subprocess
@@ -28,24 +28,24 @@ def curve(run, tag):
 def test_tensorboard_gets_what_the_record_has(tmp_path):
     run = records.whole(tmp_path / "run", num_steps=40)
     module("tensorboard")
-    told = trackers.follow(run, "tensorboard")
+    num_scalars = trackers.follow(run, "tensorboard")
     steps = [event for event in read(run) if event["event"] == "step"]
     assert curve(run, "step/loss") == [(event["step"], pytest.approx(event["loss"])) for event in steps]
     per_s = [64 / event["seconds"] for event in steps]
     assert [value for _, value in curve(run, "step/samples_per_s")] == pytest.approx(per_s, rel=1e-5)
     assert len(curve(run, "epoch/test_accuracy")) == 6
     assert curve(run, "usage/cpu_percent")
-    assert told > 40 * 8
+    assert num_scalars > 40 * 8
 
 
 @pytest.mark.parametrize(
-    ("said", "samples"),
+    ("fields", "samples"),
     [({}, 640.0), ({"samples": 32}, 32), ({"rows": 32, "samples": 32}, 32), ({"rows": 32, "samples": 16}, 32)],
     ids=["nothing but the weight", "its own rows", "dealt", "one node's part of an average"],
 )
-def test_samples_are_counted_whatever_the_loss_divides_by(tmp_path, said, samples):
-    """Story: the throughput of a language model was that of its tokens."""
-    event = records.step(0, weight=640.0, seconds=0.5, **said)
+def test_samples_are_counted_whatever_the_loss_divides_by(tmp_path, fields, samples):
+    """Regression: the throughput of a language model counted tokens."""
+    event = records.step(0, weight=640.0, seconds=0.5, **fields)
     run = records.write(tmp_path, records.join(), event)
     assert load(run).column("steps", "samples_per_s") == pytest.approx([2 * samples])
     assert trackers._numbers(event)["samples_per_s"] == pytest.approx(2 * samples)
@@ -62,9 +62,9 @@ def test_steps_done_again_replace_those_before(tmp_path):
 def test_a_live_run_is_followed_to_its_end(tmp_path):
     module("tensorboard")
     record = Record(tmp_path / "run")
-    told = []
+    num_scalars = []
     follower = threading.Thread(
-        target=lambda: told.append(trackers.follow(tmp_path / "run", "tensorboard", live=True, poll_s=0.02))
+        target=lambda: num_scalars.append(trackers.follow(tmp_path / "run", "tensorboard", live=True, poll_s=0.02))
     )
     follower.start()
     for number in range(5):
@@ -74,7 +74,7 @@ def test_a_live_run_is_followed_to_its_end(tmp_path):
     record.write("end", reason="finished")
     follower.join(30)
     record.close()
-    assert told == [5]
+    assert num_scalars == [5]
     assert curve(tmp_path / "run", "step/loss") == [(n, float(n)) for n in range(5)]
 
 
@@ -95,8 +95,8 @@ def test_a_server_that_is_lost_in_between_is_one_clear_error(monkeypatch):
             raise Lost("connection refused")
 
     flow = object.__new__(trackers.MLflow)
-    flow._client, flow._id, flow._lost, flow._broken, flow._waiting = Client(), "1", Lost, False, [1]
-    with pytest.raises(ValueError, match=r"MLflow takes no more: connection refused; .* pass it on again"):
+    flow._client, flow._id, flow._error_type, flow._failed, flow._queue = Client(), "1", Lost, False, [1]
+    with pytest.raises(ValueError, match=r"MLflow no longer accepts data: connection refused; .* run `paceline track`"):
         flow.flush()
     flow.close()  # nothing more is asked of it
 
@@ -173,11 +173,11 @@ def test_a_missing_package_is_one_clear_error(tmp_path, monkeypatch, tracker, mo
 
 
 @pytest.mark.parametrize(
-    ("asked", "hint"), [("tensorbord", "'tensorboard'"), ("W&B", "'wandb'"), ("MLFlow", "'mlflow'")]
+    ("name", "hint"), [("tensorbord", "'tensorboard'"), ("W&B", "'wandb'"), ("MLFlow", "'mlflow'")]
 )
-def test_an_unknown_tracker_is_told_the_known_ones(tmp_path, asked, hint):
+def test_an_unknown_tracker_is_told_the_known_ones(tmp_path, name, hint):
     with pytest.raises(ValueError, match=f"known: tensorboard, mlflow, wandb; did you mean {hint}"):
-        trackers.follow(tmp_path, asked)
+        trackers.follow(tmp_path, name)
 
 
 @pytest.mark.parametrize("live", [False, True])

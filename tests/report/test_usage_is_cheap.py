@@ -1,4 +1,4 @@
-"""What the machine did is measured as it was, costs next to nothing, and never stands in training's way."""
+"""Resource usage is measured correctly, costs little CPU time, and never delays training."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 
 from paceline.report import usage
 from paceline.report.record import Record, read
-from paceline.report.usage import Look, Usage
+from paceline.report.usage import Probe, Usage
 from waiting import OwnTime, until
 
 SPIN = "import time\nprint('go', flush=True)\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
@@ -42,22 +42,22 @@ def busy_child():
 
 
 def test_processor_time_adds_up(record, busy_child):
-    """Conservation: percent times seconds, summed, is what the kernel says the processes have used."""
-    everyone = [psutil.Process(busy_child.pid)]  # beside this one, servers of other tests may come and go
+    """Conservation: the sum of percent times seconds equals the kernel's CPU time of the processes."""
+    processes = [psutil.Process(busy_child.pid)]  # beside this one, servers of other tests may come and go
 
     def spent():
-        times = [process.cpu_times() for process in everyone]
+        times = [process.cpu_times() for process in processes]
         return sum(time.user + time.system for time in times)
 
     before = spent()
     with Usage(record, 0.2, root=busy_child.pid):
-        until(lambda: spent() - before > 4.0, 60)  # much, so that the little outside of all looks does not count
+        until(lambda: spent() - before > 4.0, 60)  # much, so that the little outside of all probes does not count
     used = spent() - before
     events = [event for event in seen(record) if "processes" in event]
     times = [event["time"] for event in events]
-    told = sum(e["cpu_percent"] / 100 * (b - a) for a, b, e in zip(times, times[1:], events[1:], strict=False))
-    assert told == pytest.approx(used, rel=0.2)
-    assert all(event["processes"] == len(everyone) for event in events)
+    recorded = sum(e["cpu_percent"] / 100 * (b - a) for a, b, e in zip(times, times[1:], events[1:], strict=False))
+    assert recorded == pytest.approx(used, rel=0.2)
+    assert all(event["processes"] == len(processes) for event in events)
 
 
 def test_the_machine_is_seen(record, busy_child):
@@ -72,8 +72,8 @@ def test_the_machine_is_seen(record, busy_child):
         assert event["context_switches_per_s"] > 0
         assert event["net_sent_bytes_per_s"] >= 0
     assert whole
-    told = (Path(__file__).parents[2] / "docs" / "record.md").read_text()
-    assert [name for name in set().union(*events) if f"`{name}`" not in told] == []
+    documented = (Path(__file__).parents[2] / "docs" / "record.md").read_text()
+    assert [name for name in set().union(*events) if f"`{name}`" not in documented] == []
 
 
 @pytest.fixture
@@ -121,9 +121,9 @@ def test_what_takes_long_is_done_rarely():
             pass
         return {"looked": True}
 
-    look = Look(1.0, [burn])
+    look = Probe(1.0, [burn])
     taken = [now for now in range(100, 200) if look.take(now)]
-    assert len(taken) == 100 // (0.02 / usage.SHARE) == 5
+    assert len(taken) == 100 // (0.02 / usage.MAX_COST) == 5
 
 
 def test_what_cannot_be_read_is_left_out_and_told_once(record):
@@ -131,7 +131,7 @@ def test_what_cannot_be_read_is_left_out_and_told_once(record):
         raise PermissionError("not here")
 
     sampler = Usage(record, 0.05)
-    sampler._looks[2].instruments.append(broken)
+    sampler._probes[2].instruments.append(broken)
     with sampler:
         time.sleep(0.4)
     hints = [event["text"] for event in read(record.folder) if event["event"] == "hint"]
@@ -149,12 +149,12 @@ def test_stop_does_not_wait_for_a_machine_that_hangs(record):
         return {}
 
     sampler = Usage(record, 0.05)
-    sampler._looks[1].instruments.append(hang)
+    sampler._probes[1].instruments.append(hang)
     sampler.start()
     assert hangs.wait(20)
-    mine = OwnTime()
+    clock = OwnTime()
     sampler.stop()
-    assert mine.passed_s() < usage.STOP_S + 1
+    assert clock.passed_s() < usage.STOP_S + 1
     goes_on.set()
     sampler._thread.join()
 
@@ -168,8 +168,8 @@ def test_a_run_that_has_ended_is_no_error(record):
 
 
 def test_a_launcher_s_other_children_count(record, monkeypatch, busy_child):
-    """Two processes of a node share a launcher: what this one records is the node's, not only its own."""
-    assert Usage(record)._looks[0].instruments[0].__self__.root == os.getpid()
+    """Two processes of a node share a launcher: this one records the usage of the node, not only its own."""
+    assert Usage(record)._probes[0].instruments[0].__self__.root == os.getpid()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with Usage(record, 0.1):
         until(lambda: any(event.get("processes", 0) >= 3 for event in seen(record)))

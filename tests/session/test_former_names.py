@@ -8,7 +8,7 @@ import paceline
 from paceline import registry
 from paceline.planner.candidates import split
 
-FORMER = [(room, was, now) for room, names in registry.FORMERLY.items() for was, now in names.items()]
+FORMER = [(room, was, now) for room, names in registry.FORMER_NAMES.items() for was, now in names.items()]
 
 
 @pytest.mark.parametrize(("room", "was", "now"), FORMER)

@@ -133,7 +133,7 @@ def test_however_it_trains(tmp_path, how):
     (want,) = (torch.load(path, weights_only=True) for path in alone.glob("*.pt"))
     found = [torch.load(path, weights_only=True) for path in sorted(nodes.glob("*.pt"))]
     if how == "half":  # rounded, and so not the same
-        assert done.stderr.count("the wire adds in bf16: among 3 nodes a sum is rounded once more by each") == 1
+        assert done.stderr.count("the all-reduce adds in bf16: with 3 nodes each sum is rounded once per node") == 1
         losses = [json.loads((folder / "0-0.json").read_text())["losses"] for folder in (alone, nodes)]
         assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     elif how == "reproducible":

@@ -12,7 +12,7 @@ import torch
 
 from launching import launch, small
 from paceline.checkpoint.checkpoint import CheckpointError
-from paceline.checkpoint.run_lock import claim
+from paceline.checkpoint.run_lock import acquire
 from paceline.cli import over_ssh, prepare
 from paceline.cli.train import _fresh
 from paceline.data import images, sample
@@ -24,8 +24,8 @@ from paceline.train.settings import Settings
 HOLDS = """
 import sys, time
 from pathlib import Path
-from paceline.checkpoint.run_lock import claim
-held = claim(Path(sys.argv[1]))
+from paceline.checkpoint.run_lock import acquire
+held = acquire(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(100)
 """
@@ -52,13 +52,15 @@ def few(tmp_path, monkeypatch):
 def test_a_launcher_goes_on_with_its_own_run_and_with_no_other(few):
     assert train.run(Settings(epochs=1, batch_size=32))["epochs"] == 1
     assert train.run(Settings(epochs=2, batch_size=32, save_every=1))["epochs"] == 2
-    with pytest.raises(ValueError, match=r"of another run: it was asked for with \{.*'lr': 0\.5.*another --out"):
+    with pytest.raises(ValueError, match=r"of another run: its options are \{.*'lr': 0\.5.*another --out"):
         train.run(Settings(epochs=3, batch_size=32, lr=0.5))
     run = Path(os.environ["PACELINE_FOLDER"])
     Settings(epochs=2, batch_size=32).write(run)
-    Settings(epochs=5, batch_size=32, keep=7).claim(run)
-    with pytest.raises(ValueError, match=r"asked for with \{'batch_size': 32\}, this one with \{'batch_size': 64\}"):
-        Settings(batch_size=64).claim(run)
+    Settings(epochs=5, batch_size=32, keep=7).check_same_run(run)
+    with pytest.raises(
+        ValueError, match=r"with the options \{'batch_size': 32\}, and this run has \{'batch_size': 64\}"
+    ):
+        Settings(batch_size=64).check_same_run(run)
     few["classes"] = ("Trouser", "Bag", "Dress")
     with pytest.raises(ValueError, match=r"the classes are \['Trouser', 'Bag', 'Dress'\], and were"):
         train.run(Settings(epochs=3, batch_size=32))
@@ -85,7 +87,7 @@ def test_a_folder_is_one_processs_until_that_ends(tmp_path):
     try:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(CheckpointError, match=rf"another run writes to .*run \(pid {other.pid} on .*\).*--out"):
-            claim(tmp_path / "run")
+            acquire(tmp_path / "run")
         with pytest.raises(CheckpointError):
             joined(tmp_path / "run")
     finally:
@@ -93,7 +95,7 @@ def test_a_folder_is_one_processs_until_that_ends(tmp_path):
         other.communicate(timeout=20)
     joined(tmp_path / "run").close()
     joined(tmp_path / "run").close()
-    assert claim(tmp_path / "run") is not None
+    assert acquire(tmp_path / "run") is not None
 
 
 def joined(folder):

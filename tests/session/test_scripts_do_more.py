@@ -13,7 +13,7 @@ import launching
 import paceline
 import ranks
 from nodes import IN, OPTIMIZERS, OUT, WIDE, Rank, Sometimes, Whole, build, gap, reference, rows
-from paceline.data.batches import Given
+from paceline.data.batches import UserBatch
 from paceline.data.sampler import Assignment
 from paceline.elastic.consistency import compare
 from paceline.engine.compute.precision import Numerics
@@ -371,7 +371,7 @@ def test_a_process_whose_own_rows_are_none_has_no_rows():
         rank = Rank(link, model, OPTIMIZERS["sgd"])
         for part in ((x[:1], y[:1]), (x[1:], y[1:])):
             mine = tuple(each[link.rank :: 2] for each in part)
-            rank.step(Given(mine, float(len(part[0]))))
+            rank.step(UserBatch(mine, float(len(part[0]))))
         return rank.state()
 
     want, _ = reference(model, [(x[:1], y[:1]), (x[1:], y[1:])], OPTIMIZERS["sgd"])

@@ -1,4 +1,4 @@
-"""LARS is its equation, does not mind the size of a gradient, and is plain SGD where it has no layers."""
+"""LARS follows its equation, is invariant to the gradient's scale, and equals SGD for parameters without layers."""
 
 import copy
 
@@ -61,16 +61,16 @@ def test_each_layer_has_a_trust_of_its_own():
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_without_layers_it_is_sgd_bit_by_bit_under_a_changing_rate(momentum):
-    mine = [parameter(7, seed=1, dtype=torch.float32), parameter(seed=2, dtype=torch.float32)]
-    plain = [nn.Parameter(p.detach().clone()) for p in mine]
-    optimizers = LARS(mine, 0.3, momentum, weight_decay=0.5), torch.optim.SGD(plain, 0.3, momentum)
+    parameters = [parameter(7, seed=1, dtype=torch.float32), parameter(seed=2, dtype=torch.float32)]
+    plain = [nn.Parameter(p.detach().clone()) for p in parameters]
+    optimizers = LARS(parameters, 0.3, momentum, weight_decay=0.5), torch.optim.SGD(plain, 0.3, momentum)
     for step in range(5):
-        for p, q in zip(mine, plain, strict=True):
+        for p, q in zip(parameters, plain, strict=True):
             p.grad, q.grad = gradient(p, step), gradient(p, step)
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = 0.3 / (step + 1)
             optimizer.step()
-        assert all(torch.equal(p, q) for p, q in zip(mine, plain, strict=True))
+        assert all(torch.equal(p, q) for p, q in zip(parameters, plain, strict=True))
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-8])

@@ -1,4 +1,4 @@
-"""The networks have the shapes they claim, and the small one learns."""
+"""The networks have the documented shapes, and the small one learns."""
 
 import math
 from itertools import pairwise
@@ -176,7 +176,7 @@ def test_the_seed_decides_the_weights(model) -> None:
 
 
 def train(network, images, labels, num_steps, **options) -> list[float]:
-    """Losses before each step and after the last; every parameter must have had a gradient."""
+    """Losses before each step and after the last one; every parameter must get a gradient."""
     optimizer, losses = torch.optim.SGD(network.parameters(), **options), []
     for step in range(num_steps + 1):
         loss = functional.cross_entropy(network(images), labels)

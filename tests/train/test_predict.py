@@ -1,4 +1,4 @@
-"""A checkpoint says what images show, as the network that was trained would; what it cannot use it names."""
+"""Predictions equal those of the trained network; an error names a file or checkpoint that cannot be used."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run(tmp_path, model):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """Of the sample's test part, more than go through the network at once."""
+    """Images of the sample's test part, more than one forward pass takes."""
     _, test = sample.load()
     paths = []
     for index in range(ROWS + 3):
@@ -80,7 +80,7 @@ def pictures(tmp_path):
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """A module of the user's in the current folder."""
+    """A user's module in the current folder."""
     (tmp_path / "tiny_networks.py").write_text(TINY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
@@ -180,7 +180,7 @@ def test_no_checkpoint_is_told_what_would_be_one(tmp_path, pictures):
         with pytest.raises(ValueError, match=what) as raised:
             predict(path, pictures[0])
         assert "checkpoint-NNNNNNNN" in str(raised.value)
-    with pytest.raises(ValueError, match=r"0\.png is not a whole safetensors file"):
+    with pytest.raises(ValueError, match=r"0\.png is not a complete safetensors file"):
         predict(pictures[0][0], pictures[0])
 
 
@@ -188,10 +188,10 @@ def test_no_checkpoint_is_told_what_would_be_one(tmp_path, pictures):
 def test_a_checkpoint_that_does_not_say_what_it_is_is_told(run, pictures, missing):
     facts = {name: fact for name, fact in FACTS.items() if name != missing}
     write(run, 3, {}, {"facts": facts})
-    with pytest.raises(ValueError, match=f"does not say {missing} "):
+    with pytest.raises(ValueError, match=f"does not contain {missing} "):
         predict(run, pictures[0])
     write(run, 4, {}, None)
-    with pytest.raises(ValueError, match=r"does not say model .*, classes .*, input "):
+    with pytest.raises(ValueError, match=r"does not contain model .*, classes .*, input "):
         predict(run, pictures[0])
 
 
@@ -209,7 +209,7 @@ def test_a_shape_that_cannot_be_prepared_is_told(run, model, pictures):
 
 def test_answers_of_another_shape_are_told(tmp_path, tiny, pictures):
     write(tmp_path / "run", 1, {}, {"facts": {**FACTS, "model": f"{tiny}:flat"}})
-    with pytest.raises(ValueError, match=r"answers 2 images with \(2, 784\); predict needs logits of shape \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"returns \(2, 784\) for 2 images; predict needs logits of shape \(2, 3\)"):
         predict(tmp_path / "run", pictures[0][:2])
 
 

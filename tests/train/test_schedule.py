@@ -1,4 +1,4 @@
-"""The learning rate is a closed form of the number of applied steps, and resumes anywhere bit by bit."""
+"""The learning rate is a closed-form function of the number of applied steps, and resumes bit by bit."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def advance(optimizer, scheduler):
 
 
 def rates(num_steps, **options):
-    """The rate of the first group in each of so many steps; that of the second must follow it."""
+    """The rate of the first group in each step; that of the second group must be proportional."""
     optimizer = sgd()
     scheduler = lr_schedule.make(optimizer, **options)
     found = []
@@ -133,7 +133,7 @@ def test_resumes_bit_by_bit_at_any_step(decay, at, optimizer_first):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "parts"),
     [
         ({"warmup_steps": -1}, ["warmup_steps", "at least 0", "-1"]),
         ({"decay": "cosin"}, ["'cosin'", "known: none, cosine, poly, step"]),
@@ -145,10 +145,10 @@ def test_resumes_bit_by_bit_at_any_step(decay, at, optimizer_first):
         ({"warmup_steps": -2, "decay": "sqrt"}, ["-2", "'sqrt'"]),
     ],
 )
-def test_what_cannot_be_scheduled_is_told(options, words):
+def test_what_cannot_be_scheduled_is_told(options, parts):
     with pytest.raises(ValueError, match="schedule") as error:
         lr_schedule.make(sgd(), **options)
-    assert all(word in str(error.value) for word in words), error.value
+    assert all(word in str(error.value) for word in parts), error.value
 
 
 def test_an_unknown_rule_and_an_empty_batch_are_told():

@@ -1,1 +1,1 @@
-"""Checkpoints: written whole or not at all, checked by hashes, resumed on any number of nodes."""
+"""Checkpoints: written atomically, verified by hashes, resumed on any number of nodes."""

@@ -1,8 +1,8 @@
-"""Agreement on the checkpoint to resume from: the newest that every process can read, whole and the same.
+"""Agreement on the checkpoint to resume from: the newest one that is complete and identical for every process.
 
-Each says what the newest is that it can read. Where they differ, all look again, no further than the oldest of these,
-until they say the same; so one node's torn file, or a folder that lags behind, costs steps and not the run. Who sees
-none at all has no say, and is to be sent it; but rank 0 must have it, lest a new run goes on from another's remains.
+Each process reports the newest checkpoint that it can read. If the reports differ, all search again, up to the oldest
+step reported, until they are equal. So a damaged file or a stale folder on one node costs steps, not the run. A process
+without any checkpoint receives the chosen one. Rank 0 must have it: a new run must not resume from another's files.
 """
 
 from __future__ import annotations
@@ -15,84 +15,84 @@ from typing import Any
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.errors import CheckpointError
 
-Said = Mapping[int, Mapping[str, Any]]  # by each rank that has something
+Reports = Mapping[int, Mapping[str, Any]]  # by rank, of the ranks that have a checkpoint
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The same for all, but for ``kept``, which ranks that are ``lacking`` do not have.
+    """Equal in all processes, except that ``found`` is None in the ``lacking`` ranks, which see no checkpoint.
 
-    ``passed_over``: what newer ones somebody could not take, and why.
+    ``skipped``: newer checkpoints that some process could not use, with the reason.
     """
 
-    kept: Checkpoint | None = None
+    found: Checkpoint | None = None
     lacking: tuple[int, ...] = ()
-    passed_over: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
 
-def agreed(
+def agree(
     find: Callable[[int | None], Checkpoint | None], gather: Callable[[bytes], list[bytes]], where: object
 ) -> Choice | None:
-    """None where nobody has any. Every process must call it.
+    """Collective: every process must call it. Returns None where no process has a checkpoint.
 
-    ``find``: the newest whole one here, no step after that given. ``gather``: everyone's words to everyone. Raises
-    everywhere what ``find`` raised anywhere, and ValueError where they have none in common.
+    ``find``: the newest complete checkpoint here, up to the given step. ``gather``: an all-gather of messages. An error
+    of ``find`` in one process is raised in all. Raises ValueError where the processes have no checkpoint in common.
     """
-    rounds: list[Said] = []
-    first: list[int | None] = []
+    rounds: list[Reports] = []
+    first_steps: list[int | None] = []
     lacking: tuple[int, ...] = ()
-    most: int | None = None
+    max_step: int | None = None
     while True:
-        kept: Checkpoint | None = None
+        found: Checkpoint | None = None
         error: Exception | None = None
         try:
-            kept = find(most)
+            found = find(max_step)
         except (CheckpointError, ValueError) as caught:
             error = caught
         except OSError as caught:
-            error = CheckpointError(f"{where} cannot be read here ({caught.strerror or caught})")
-        mine = {
-            "step": kept and kept.step,
-            "seal": kept and kept.seal,
-            "damaged": kept.damaged if kept else (),
+            error = CheckpointError(f"this process cannot read {where} ({caught.strerror or caught})")
+        own_report = {
+            "step": found and found.step,
+            "seal": found and found.seal,
+            "damaged": found.damaged if found else (),
             "error": str(error or ""),
             "refused": isinstance(error, CheckpointError),
         }
-        everyone = [json.loads(words) for words in gather(json.dumps(mine).encode())]
+        all_reports = [json.loads(message) for message in gather(json.dumps(own_report).encode())]
         if error:
             raise error
-        for rank, one in enumerate(everyone):
-            if one["error"]:
-                kind = CheckpointError if one["refused"] else ValueError
-                raise kind(f"rank {rank}: {one['error']}")
-        if rounds and len(everyone) != len(first):  # a node was lost: others have these ranks now
-            rounds, most = [], None
+        for rank, report in enumerate(all_reports):
+            if report["error"]:
+                kind = CheckpointError if report["refused"] else ValueError
+                raise kind(f"rank {rank}: {report['error']}")
+        if rounds and len(all_reports) != len(first_steps):  # a node failed, and the ranks were assigned anew
+            rounds, max_step = [], None
             continue
         if not rounds:
-            first = [one["step"] for one in everyone]
-            lacking = tuple(rank for rank, step in enumerate(first) if step is None)
-            if set(first) == {None}:
+            first_steps = [report["step"] for report in all_reports]
+            lacking = tuple(rank for rank, step in enumerate(first_steps) if step is None)
+            if set(first_steps) == {None}:
                 return None
-        said = {rank: one for rank, one in enumerate(everyone) if rank not in lacking}
-        steps = [one["step"] for one in said.values()]
+        reports = {rank: report for rank, report in enumerate(all_reports) if rank not in lacking}
+        steps = [report["step"] for report in reports.values()]
         if 0 in lacking or None in steps:
             raise ValueError(
-                f"restore: the processes found different checkpoints in {where}, of steps {first} (None: none), and "
-                f"none in common; put the run's folder where every node sees it"
+                f"restore: the processes found different checkpoints in {where}, of steps {first_steps} (None: none), "
+                f"and none in common; put the run's folder where every node sees it"
             )
-        rounds.append(said)
-        if len({one["seal"] for one in said.values()}) == 1:
-            return Choice(kept, lacking, tuple(dict.fromkeys(_passed_over(rounds))))
-        most = min(steps) if len(set(steps)) > 1 else steps[0] - 1
+        rounds.append(reports)
+        if len({report["seal"] for report in reports.values()}) == 1:
+            return Choice(found, lacking, tuple(dict.fromkeys(_skipped(rounds))))
+        max_step = min(steps) if len(set(steps)) > 1 else steps[0] - 1
 
 
-def _passed_over(rounds: list[Said]) -> Iterable[str]:
-    for said in rounds:
-        newest = max(one["step"] for one in said.values())
-        for rank, one in said.items():
-            yield from one["damaged"]
-            if one["step"] < newest and not one["damaged"]:
+def _skipped(rounds: list[Reports]) -> Iterable[str]:
+    for reports in rounds:
+        newest = max(report["step"] for report in reports.values())
+        for rank, report in reports.items():
+            yield from report["damaged"]
+            if report["step"] < newest and not report["damaged"]:
                 yield f"step {newest}, which rank {rank} does not see"
-    for said in rounds[:-1]:
-        if len(steps := {one["step"] for one in said.values()}) == 1:
+    for reports in rounds[:-1]:
+        if len(steps := {report["step"] for report in reports.values()}) == 1:
             yield f"step {steps.pop()}, of which ranks see different checkpoints"

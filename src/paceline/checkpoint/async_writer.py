@@ -1,8 +1,8 @@
 """Asynchronous writer: a background thread writes one checkpoint after the other, while training continues.
 
-Host memory for tensors, taken once and used again, so that a snapshot costs a copy and no new memory.
+The snapshot is copied to staging buffers in host memory, which are allocated once and reused.
 
-*Cost*: one pass over the values; memory for all of them, which stays.
+*Cost*: one copy of all values for each snapshot; memory for one copy, which stays allocated.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 
 TIMEOUT_S = 60.0
-SLOWEST_BYTES_PER_S = 10e6  # of a disk that is still waited for
+SLOWEST_BYTES_PER_S = 10e6  # a disk slower than this is an error
 
 
 class Writer:
-    """What goes wrong in the thread is raised once, by the next `finish`; ``failed`` is called there at once."""
+    """An error in the thread is raised once, by the next `finish`; the thread calls ``on_error`` at once."""
 
-    def __init__(self, failed: Callable[[], None]):
-        self._failed = failed
+    def __init__(self, on_error: Callable[[], None]):
+        self._on_error = on_error
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._what, self._limit_s = "", 0.0
+        self._description, self._limit_s = "", 0.0
 
-    def begin(self, what: str, num_bytes: int, work: Callable[[], object]) -> None:
-        """Only after `finish`. ``what`` is for the message of a disk that never ends."""
+    def begin(self, description: str, num_bytes: int, work: Callable[[], object]) -> None:
+        """Call `finish` first. ``description`` names the checkpoint in the error of a timeout."""
         assert self._thread is None
-        self._what, self._limit_s = what, TIMEOUT_S + num_bytes / SLOWEST_BYTES_PER_S
+        self._description, self._limit_s = description, TIMEOUT_S + num_bytes / SLOWEST_BYTES_PER_S
         self._thread = threading.Thread(target=self._run, args=(work,), name="paceline writer", daemon=True)
         self._thread.start()
 
@@ -41,16 +41,16 @@ class Writer:
             work()
         except Exception as error:
             self._error = error
-            self._failed()
+            self._on_error()
 
     def finish(self) -> None:
-        """Nothing is being written any more. Raises CheckpointError, also for a disk that is too slow."""
+        """Waits until the thread has ended. Raises the thread's error, and CheckpointError after the time limit."""
         if self._thread:
             self._thread.join(self._limit_s)
             if self._thread.is_alive():
                 raise CheckpointError(
-                    f"{self._what} is not on the disk after {self._limit_s:.0f} s; what was there before is untouched; "
-                    f"look whether the disk answers, or choose another folder"
+                    f"{self._description} is not on the disk after {self._limit_s:.0f} s; earlier checkpoints are "
+                    f"untouched; check whether the disk responds, or choose another folder"
                 )
             self._thread = None
         error, self._error = self._error, None
@@ -62,18 +62,18 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class StagingBuffers:
-    """Each name has a place, as long as its tensor keeps type, shape and layout."""
+    """One buffer for each name; it is allocated again where dtype, shape or strides of the tensor have changed."""
 
     def __init__(self) -> None:
-        self._places: dict[Hashable, tuple[object, Tensor]] = {}
+        self._buffers: dict[Hashable, tuple[object, Tensor]] = {}
 
-    def of(self, tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
-        """The tensors as they are now, on the CPU, where the result before this one was."""
-        before, self._places = self._places, {}
+    def stage(self, tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
+        """Copies of the tensors, on the CPU. They overwrite the copies of the previous call."""
+        previous, self._buffers = self._buffers, {}
         for name, tensor in tensors.items():
-            form = tensor.dtype, tensor.shape, tensor.stride()
-            known, place = before.get(name, (None, None))
-            if place is None or known != form:
-                place = torch.empty_like(tensor.detach(), device="cpu")
-            self._places[name] = form, place.copy_(tensor.detach())
-        return {name: self._places[name][1] for name in tensors}
+            layout = tensor.dtype, tensor.shape, tensor.stride()
+            known_layout, buffer = previous.get(name, (None, None))
+            if buffer is None or known_layout != layout:
+                buffer = torch.empty_like(tensor.detach(), device="cpu")
+            self._buffers[name] = layout, buffer.copy_(tensor.detach())
+        return {name: self._buffers[name][1] for name in tensors}

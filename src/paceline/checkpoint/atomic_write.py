@@ -1,8 +1,8 @@
-"""A folder or a file appears whole, or not at all.
+"""Atomic write: a folder or a file appears completely, or not at all.
 
-Everything is written under a name ending in ``.part`` beside its place, brought to the disk, and renamed. A
-folder that replaces another is preceded by renaming that one to ``.old``, because no rename replaces a
-full folder; so at every moment one of the two has a name that readers look for.
+Everything is written beside its destination under a name that ends in ``.part``, synced to the disk, and renamed. No
+rename replaces a folder that has files; so an existing folder is first renamed to ``.old``. At every moment one of the
+two has a name that readers accept.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 WAIT_S = 60.0
-# what file systems answer that cannot lock or sync a folder: there one writer per run has to keep to itself
-UNKNOWN_TO_SOME = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+# errors of file systems that cannot lock or sync a folder: there the user must run a single writer per run
+UNSUPPORTED = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 def folder(path: Path, fill: Callable[[Path], object]) -> None:
-    """``fill`` writes the files, each synced, into the folder it is given; then the folder is at ``path``."""
-    aside = part(path)
+    """``fill`` writes and syncs the files in a temporary folder, which is then renamed to ``path``."""
+    temporary = part(path)
     try:
-        aside.mkdir()
-        fill(aside)
-        sync(aside)
+        temporary.mkdir()
+        fill(temporary)
+        sync(temporary)
         if path.exists():
             path.replace(old(path))
-        aside.replace(path)
+        temporary.replace(path)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync(path.parent)
     if old(path).exists():
@@ -40,26 +40,26 @@ def folder(path: Path, fill: Callable[[Path], object]) -> None:
 
 
 def file(path: Path, write: Callable[[Path], object]) -> None:
-    """``write`` writes the file, synced, at the path it is given; then it is at ``path``."""
-    aside = part(path)
+    """``write`` writes and syncs a temporary file, which is then renamed to ``path``."""
+    temporary = part(path)
     try:
-        write(aside)
-        aside.replace(path)
+        write(temporary)
+        temporary.replace(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
 
 
 def remove(path: Path) -> None:
-    """A folder is gone at once; what cannot be deleted stays as ``.part`` for `mend` to try again."""
-    aside = part(path)
-    path.replace(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    """Removes a folder in one step, by renaming it. Files that cannot be deleted stay in ``.part`` for `recover`."""
+    temporary = part(path)
+    path.replace(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
-def mend(run: Path, pattern: str) -> None:
-    """Removes what killed writers left, and finishes what they began. Only inside `alone`."""
+def recover(run: Path, pattern: str) -> None:
+    """Deletes partial folders of killed writers and completes interrupted renames. Call it inside `locked`."""
     for path in run.glob(pattern + ".old"):
         if path.with_suffix("").exists():
             remove(path)
@@ -78,30 +78,30 @@ def old(path: Path) -> Path:
 
 
 def sync(folder: Path) -> None:
-    """The names in the folder are on the disk."""
+    """Syncs the folder's directory entries to the disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in UNKNOWN_TO_SOME:
+        if error.errno not in UNSUPPORTED:
             raise
     finally:
         os.close(handle)
 
 
 @contextlib.contextmanager
-def alone(run: Path) -> Iterator[None]:
-    """Other writers of the folder wait; the system frees the lock of a dead one. Raises TimeoutError."""
+def locked(run: Path) -> Iterator[None]:
+    """Holds the folder's lock; other writers wait. The kernel releases a dead process's lock. Raises TimeoutError."""
     handle = os.open(run, os.O_RDONLY | os.O_DIRECTORY)
     try:
         end = time.monotonic() + WAIT_S
         while not _lock(handle):
             if time.monotonic() > end:
-                raise TimeoutError(errno.ETIMEDOUT, f"another process has been writing there for {WAIT_S:.0f} s")
+                raise TimeoutError(errno.ETIMEDOUT, f"another process has held the folder's lock for {WAIT_S:.0f} s")
             time.sleep(0.02)
         yield
     finally:
-        # not by closing alone: a process forked in between would hold the lock on
+        # unlock explicitly: closing alone leaves the lock with any process that was forked meanwhile
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
@@ -113,6 +113,6 @@ def _lock(handle: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in UNKNOWN_TO_SOME:
+        if error.errno not in UNSUPPORTED:
             raise
     return True

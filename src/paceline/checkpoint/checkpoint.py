@@ -5,8 +5,8 @@
       state.safetensors      every other tensor
       checkpoint.json        format, step, versions, size and sha256 of both files, the tree of the state
 
-*Laws*: whatever kills the writer, the newest checkpoint is whole and not older than the last one reported
-written; a flipped byte, a missing or shortened file is refused by name.
+*Invariants*: if the writer is killed at any point, the newest checkpoint is complete, and is the last one that was
+reported as written or a newer one. An error names each file that is missing, shortened or has a flipped byte.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NAME = re.compile(r"checkpoint-(\d{8,})(\.old)?")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``seal``: equal where all is equal. ``damaged`` says what newer checkpoints were passed over, and why."""
+    """``seal``: a hash of the content. ``damaged``: newer checkpoints that were skipped, with the reason."""
 
     path: Path
     step: int
@@ -50,16 +50,16 @@ class Checkpoint:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """``state["facts"]``, where there is one."""
+        """The run's metadata, ``state["facts"]``; empty where the state has none."""
         found = self.state.get("facts") if isinstance(self.state, dict) else None
         return found if isinstance(found, dict) else {}
 
 
 class Draft:
-    """A checkpoint about to be written, of the values that its tensors have then, or had at `freeze`.
+    """A checkpoint to be written, with the values that its tensors have at `write`, or had at `freeze`.
 
-    ``state`` is any nesting of dict, list, tuple, tensors, NumPy values, numbers, str, bytes and None; all come
-    back bit-equal, on the CPU, sharing no memory. Raises ValueError naming the place of what cannot be kept.
+    ``state`` is any nesting of dict, list, tuple, tensors, NumPy values, numbers, str, bytes and None. All are read
+    back bit-equal, on the CPU, without shared memory. Raises ValueError with the path of a value of another type.
     """
 
     def __init__(self, step: int, weights: Mapping[str, Tensor], state: Any):
@@ -79,30 +79,30 @@ class Draft:
         return run / f"checkpoint-{self.step:08d}"
 
     def freeze(self, copies: StagingBuffers, fixed: str | None = None) -> None:
-        """From now on the tensors may change. ``fixed``: a place in the state whose tensors nobody ever changes."""
+        """Copies the tensors, which may change from then on. ``fixed``: the path of constant tensors in the state."""
         live = {
             (name, place): tensor
             for name, file in self._files.items()
             for place, tensor in file.tensors.items()
             if fixed is None or name == WEIGHTS or not place.startswith(fixed)
         }
-        for (name, place), copy in copies.of(live).items():
+        for (name, place), copy in copies.stage(live).items():
             self._files[name].tensors[place] = copy
 
     def write(self, run: Path, keep: int = 2, damaged: Collection[str] = ()) -> Path:
-        """The step's new checkpoint folder, which is on the disk when this returns.
+        """Returns the step's new checkpoint folder, synced to the disk.
 
-        Of this and older steps the newest ``keep`` whole ones stay; ``damaged`` names those that are known not to be.
-        Newer ones, of a run that was resumed further back, are left alone. A checkpoint of the same step is
-        replaced. Raises CheckpointError when the system refuses.
+        Of this and older steps the newest ``keep`` complete checkpoints stay, not counting those in ``damaged``. Newer
+        ones, of a run that was resumed further back, stay too. A checkpoint of the same step is replaced. Raises
+        CheckpointError when the operating system reports an error.
         """
         if keep < 1:
             raise ValueError(f"a run keeps at least one checkpoint, got keep={keep}")
         path = self.path(run)
         try:
             run.mkdir(parents=True, exist_ok=True)
-            with atomic_write.alone(run):
-                atomic_write.mend(run, "checkpoint-*")
+            with atomic_write.locked(run):
+                atomic_write.recover(run, "checkpoint-*")
                 atomic_write.folder(path, self._fill)
                 _retire(run, self.step, keep, set(damaged) - {path.name})
         except OSError as error:
@@ -118,12 +118,12 @@ class Draft:
 
 
 def write(run: Path, step: int, weights: Mapping[str, Tensor], state: Any, keep: int = 2) -> Path:
-    """Drafted and written."""
+    """Writes a checkpoint in one call."""
     return Draft(step, weights, state).write(run, keep)
 
 
 def all_of(run: Path) -> list[Path]:
-    """All checkpoints' folders, unread, the newest first."""
+    """The folders of all checkpoints, newest first; their content is not read."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         paths = [entry for entry in run.iterdir() if NAME.fullmatch(entry.name)]
         return sorted(paths, key=lambda path: (step_of(path), path.suffix == ""), reverse=True)
@@ -131,7 +131,7 @@ def all_of(run: Path) -> list[Path]:
 
 
 def newest(run: Path) -> Path | None:
-    """The newest checkpoint's folder, unread."""
+    """The folder of the newest checkpoint; its content is not read."""
     return next(iter(all_of(run)), None)
 
 
@@ -142,7 +142,7 @@ def step_of(path: Path) -> int:
 
 
 def read(path: Path) -> Checkpoint:
-    """Raises CheckpointError naming the file that is damaged, ValueError for another format or no checkpoint."""
+    """Raises CheckpointError with the name of a damaged file, ValueError for another format or no checkpoint."""
     if not path.is_dir():
         raise ValueError(f"there is no checkpoint {path}; accepted: a folder RUN/checkpoint-NNNNNNNN")
     facts = _facts(path / TREE)
@@ -156,14 +156,14 @@ def read(path: Path) -> Checkpoint:
     try:
         state = unpack(facts["state"], others)
     except (LookupError, TypeError, ValueError) as error:
-        raise _damage(path / TREE, f"does not go with {STATE} ({error!r})") from error
+        raise _damage(path / TREE, f"does not match {STATE} ({error!r})") from error
     return Checkpoint(path, facts["step"], weights, state, facts["versions"], facts["sha256"])
 
 
 def read_newest(run: Path, most: int | None = None) -> Checkpoint | None:
-    """The newest whole checkpoint; it says which newer ones are damaged. None where there is none at all.
+    """The newest complete checkpoint, with the damage of newer ones. None where the run has no checkpoint.
 
-    ``most``: no step after that. Raises CheckpointError when all are damaged, ValueError for another format.
+    ``most``: the latest step accepted. Raises CheckpointError when all are damaged, ValueError for another format.
     """
     damaged: list[str] = []
     for path in all_of(run):
@@ -174,12 +174,12 @@ def read_newest(run: Path, most: int | None = None) -> Checkpoint | None:
         except CheckpointError as error:
             damaged.append(str(error))
     if damaged:
-        raise CheckpointError(f"no checkpoint in {run} is whole:\n" + "\n".join(f"- {fault}" for fault in damaged))
+        raise CheckpointError(f"no checkpoint in {run} is complete:\n" + "\n".join(f"- {error}" for error in damaged))
     return None
 
 
 def _retire(run: Path, step: int, keep: int, damaged: Collection[str]) -> None:
-    """What is older than ``keep`` whole ones goes; whole, that is, as far as sizes tell."""
+    """Removes checkpoints older than the newest ``keep`` complete ones; completeness is judged by file sizes."""
     for path in all_of(run):
         if step_of(path) > step:
             continue
@@ -198,7 +198,7 @@ def _looks_whole(path: Path) -> bool:
 
 
 def _sealed(step: int, seals: Mapping[str, tensor_file.Seal], tree: str) -> bytes:
-    """One line per fact, the last one the hash of all before it."""
+    """One line for each entry; the last one is the hash of the lines before it."""
     try:
         version = importlib.metadata.version("paceline")
     except importlib.metadata.PackageNotFoundError:
@@ -223,18 +223,18 @@ def _facts(path: Path) -> dict[str, Any]:
         data = path.read_bytes()
     length = len(_seal(b""))
     if data[-length:] != _seal(data[:-length]):
-        raise _damage(path, "is damaged: it is not as it was written")
+        raise _damage(path, "is damaged: its content does not match its sha256")
     facts: dict[str, Any] = json.loads(data)
     return facts
 
 
 def _tensors(path: Path, facts: Mapping[str, Any]) -> dict[str, Tensor]:
-    due = tensor_file.Seal(**facts["files"][path.name])
+    expected = tensor_file.Seal(**facts["files"][path.name])
     with _reading(path):
-        if (num_bytes := path.stat().st_size) != due.num_bytes:
-            raise _damage(path, f"is damaged: it has {num_bytes} bytes, {due.num_bytes} were written")
+        if (num_bytes := path.stat().st_size) != expected.num_bytes:
+            raise _damage(path, f"is damaged: it has {num_bytes} bytes, {expected.num_bytes} were written")
         found, _, seal = tensor_file.read(path)
-    if seal != due:
+    if seal != expected:
         raise _damage(path, "is damaged: its sha256 is not the one that was written")
     return found
 
@@ -258,15 +258,15 @@ def _damage(path: Path, what: str) -> CheckpointError:
 
 
 def _refusal(run: Path, step: int, num_bytes: int, error: OSError) -> CheckpointError:
-    stands = None
+    earlier = None
     with contextlib.suppress(OSError):
-        stands = newest(run)
-    # Path.is_dir raises where a folder may not be looked into
-    there = next(folder for folder in (run, *run.absolute().parents) if os.path.isdir(folder))
+        earlier = newest(run)
+    # os.path, because Path.is_dir raises where this process may not read a folder
+    existing = next(folder for folder in (run, *run.absolute().parents) if os.path.isdir(folder))
     refusal = CheckpointError(
         f"cannot write the checkpoint of step {step} to {run}: {error.strerror or error}; "
-        f"it needs {num_bytes:,} bytes, {shutil.disk_usage(there).free:,} are free; "
-        + (f"{stands.name} is untouched" if stands else "there is no earlier one")
+        f"it needs {num_bytes:,} bytes, {shutil.disk_usage(existing).free:,} are free; "
+        + (f"{earlier.name} is untouched" if earlier else "there is no earlier one")
         + "; make room or choose another folder"
     )
     refusal.errno = error.errno

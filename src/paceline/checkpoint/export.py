@@ -1,4 +1,4 @@
-"""Weights alone, as a safetensors file that any tool can read."""
+"""Export of the weights alone, as a safetensors file that any tool can read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from paceline.errors import CheckpointError
 
 
 def export(path: Path, weights: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:
-    """The file is there whole, or as it was before. ``facts`` become its metadata, each as JSON.
+    """Writes the file completely or leaves it as it was. ``facts`` become its metadata, each as JSON.
 
-    Tied weights are written under each of their names. Raises ValueError for what safetensors cannot hold,
-    CheckpointError when the system refuses.
+    Tied weights are written under each of their names. Raises ValueError for tensors that safetensors cannot hold,
+    CheckpointError when the operating system reports an error.
     """
     draft = tensor_file.Draft(weights, {name: json.dumps(fact) for name, fact in (facts or {}).items()})
     try:
@@ -33,15 +33,15 @@ def export(path: Path, weights: Mapping[str, Tensor], facts: Mapping[str, Any] |
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and facts of an exported file. Raises ValueError for a file that is not whole safetensors."""
+    """Weights and metadata of an exported file. Raises ValueError for a file that is not complete safetensors."""
     try:
         weights, metadata, _ = tensor_file.read(path)
     except ValueError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
     facts = {}
     for name, text in metadata.items():
         try:
             facts[name] = json.loads(text)
         except ValueError:
-            facts[name] = text  # of another tool, which is free to write what it likes
+            facts[name] = text  # written by another tool, not as JSON
     return weights, facts

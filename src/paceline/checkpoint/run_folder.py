@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.checkpoint.run_lock import claim
+from paceline.checkpoint.run_lock import acquire
 from paceline.errors import CheckpointError
 from paceline.report.log import log
 from paceline.report.record import Record
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class RunFolder:
-    """Without ``path`` nothing is written."""
+    """The folder of a run; where ``path`` is None, nothing is written."""
 
     def __init__(self, path: Path | None, record: Record):
         self.path, self.record = path, record
-        self._claim: int | None = None
+        self._lock: int | None = None
         self._usage: Usage | None = None
 
     def open(self) -> None:
-        """Raises CheckpointError."""
+        """Locks the folder and opens the event log. Raises CheckpointError."""
         if self.path is None:
             return
         try:
-            self._claim = claim(self.path)
+            self._lock = acquire(self.path)
             self.record.open(self.path)
         except CheckpointError:
             raise
@@ -41,23 +41,23 @@ class RunFolder:
             ) from error
 
     def take_over(self) -> None:
-        """Whoever wrote there is lost, and may only be stopped, or may have had a folder of its own."""
+        """The new leader writes the folder. The failed leader may only be suspended, and may have used another one."""
         if self.path is None:
             return
         with contextlib.suppress(OSError):
-            self._claim = claim(self.path)
+            self._lock = acquire(self.path)
         try:
             self.record.open(self.path)
         except OSError as error:
             log.warning(
-                f"{self.path} cannot be written here ({error.strerror or error}): training continues without a record, "
-                f"until it is to be saved; let every node write there"
+                f"{self.path} cannot be written here ({error.strerror or error}): training continues without an event "
+                f"log, and the next checkpoint will fail; give every node write access to this folder"
             )
             return
         self.measure()
 
     def measure(self) -> None:
-        """From now on processors, memory and network are in the record."""
+        """Starts recording the use of processors, memory and network in the event log."""
         if self.record.folder and not self._usage:
             from paceline.report.usage import Usage
 
@@ -68,6 +68,6 @@ class RunFolder:
             self._usage.stop()
         self.record.write("end", reason=reason)
         self.record.close()
-        if self._claim is not None:
-            os.close(self._claim)
-            self._claim = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None

@@ -1,10 +1,10 @@
 """Saves a run's checkpoints, synchronously or while training continues, and resumes from them.
 
-    save(wait=False)    between two steps: the last one is waited for, everything copied, a thread begins to write
-    step, step, ...     meanwhile; if writing fails, the next vote tells everyone, and all raise the same error
-    save, restore, end  wait for the thread, and tell what it has not told yet
+    save(wait=False)    between two steps: completes the last step, copies all state, starts the writer thread
+    step, step, ...     training continues; if writing fails, the next vote reports it, and all raise the same error
+    save, restore, end  wait for the thread, and raise its error if that was not raised yet
 
-Rank 0 writes. Nobody else needs to know whether it is whole before `restore`, where each looks for itself.
+Rank 0 writes. The other processes check the checkpoint themselves, in `restore`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import checkpoint, run_state
-from paceline.checkpoint.agree import agreed
+from paceline.checkpoint.agree import agree
 from paceline.checkpoint.async_writer import StagingBuffers, Writer
-from paceline.checkpoint.transfer import CheckpointTransfer, Others
+from paceline.checkpoint.transfer import CheckpointTransfer, MembersChanged
 from paceline.errors import CheckpointError
 from paceline.exchange.flow.control import alone
 from paceline.report.log import log
@@ -28,20 +28,20 @@ from paceline.step import buffer_broadcast
 from paceline.step.average import average
 from paceline.step.run_state import RunState
 
-FAILED = 255  # in a vote's ``stop_signal``, above any signal: what was being written could not be
+FAILED = 255  # in a vote's ``stop_signal``, above any signal number: the writer thread failed
 
 
 class Saver:
-    """*Cost*: host memory for one more copy of everything, from the first ``save(wait=False)`` on, in one process."""
+    """*Cost*: host memory for one more copy of all state, in rank 0, from the first ``save(wait=False)`` on."""
 
     def __init__(self, run: RunState, keep: int):
-        """``keep``: how many stay."""
+        """``keep``: how many checkpoints stay."""
         self.run, self.keep = run, keep
-        self._writer, self._copies = Writer(self._unwritten), StagingBuffers()
+        self._writer, self._copies = Writer(self._note_failure), StagingBuffers()
         self._damaged: frozenset[str] = frozenset()
 
     def save(self, folder: Path, wait: bool) -> Path | None:
-        """Every process must call it. The path, in the leader. Raises CheckpointError, also of the one before."""
+        """Collective. Returns the path, in the leader. Raises CheckpointError, also for the previous checkpoint."""
         run, begin = self.run, time.perf_counter()
         run.settle()
         average(run)
@@ -65,22 +65,22 @@ class Saver:
 
         if wait:
             return write()
-        draft.freeze(self._copies, fixed=run_state.MEMORIES)
+        draft.freeze(self._copies, fixed=run_state.CONSTANT_PATH)
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
         held_s = time.perf_counter() - begin
         self._writer.begin(f"the checkpoint of step {step} in {folder}", draft.num_bytes, write)
         return draft.path(folder)
 
-    def _unwritten(self) -> None:
-        self.run.stop_signal = self.run.stop_signal or FAILED  # a signal ends the run, which tells this, too
+    def _note_failure(self) -> None:
+        self.run.stop_signal = self.run.stop_signal or FAILED  # a signal ends the run, which raises this error, too
 
-    def tell(self) -> None:
-        """After a vote of `FAILED`: every process raises what the writer met."""
+    def raise_failure(self) -> None:
+        """After a vote of `FAILED`: every process raises the writer's error."""
         alone(self.run.control, lambda: self.run.leader, self.finish)
 
     def finish(self) -> None:
-        """Nothing is being written any more. Raises what went wrong, once."""
+        """Waits for the writer thread. Raises its error, once."""
         try:
             self._writer.finish()
         finally:
@@ -88,7 +88,7 @@ class Saver:
                 self.run.stop_signal = 0
 
     def end(self, wait: bool = True) -> Exception | None:
-        """What the writer met, where it was not told yet."""
+        """The writer's error, if it was not raised yet."""
         atexit.unregister(self._at_exit)
         try:
             if wait:
@@ -103,48 +103,49 @@ class Saver:
             log.error(str(unwritten))
 
     def restore(self, folder: Path, fits: Callable[[Any], bool] = bool) -> checkpoint.Checkpoint | None:
-        """What was gone on from. Every process must call it. ``fits``: whether a checkpoint of this state is taken."""
-        run, one = self.run, checkpoint.NAME.fullmatch(folder.name) is not None
+        """Collective. Returns the checkpoint that was restored. ``fits``: whether to restore one with this state."""
+        run, single = self.run, checkpoint.NAME.fullmatch(folder.name) is not None
         run.settle()
-        self.tell()
+        self.raise_failure()
 
-        def find(most: int | None) -> checkpoint.Checkpoint | None:
-            if not one:
-                return checkpoint.read_newest(folder, most)
-            seen = most is None and (run.leader or folder.is_dir())
-            return checkpoint.read(folder) if seen else None
+        def find(max_step: int | None) -> checkpoint.Checkpoint | None:
+            if not single:
+                return checkpoint.read_newest(folder, max_step)
+            readable = max_step is None and (run.leader or folder.is_dir())
+            return checkpoint.read(folder) if readable else None
 
-        sends = False
+        transferring = False
         while True:
-            world, team = run.world, run.control.generation  # as they are before all agree
-            choice = agreed(find, run.control.all_gather, folder)
-            if choice is None and sends:
+            world, generation = run.world, run.control.generation  # read before the agreement
+            choice = agree(find, run.control.all_gather, folder)
+            if choice is None and transferring:
                 raise CheckpointError(
-                    f"every node that has the checkpoint in {folder} failed while it sent it; start there"
+                    f"every node with the checkpoint in {folder} failed during the transfer; start the run there"
                 )
             if choice is None:
                 return None
-            kept, sends = choice.kept, bool(choice.lacking)
-            if not sends:
+            chosen, transferring = choice.found, bool(choice.lacking)
+            if not transferring:
                 break
             nodes = [node for node, size in enumerate(world.sizes) for _ in range(size)]
-            with contextlib.suppress(Others):
-                kept = CheckpointTransfer(world.rank, nodes, run.control.all_gather, team).send(kept, choice.lacking)
-                to = ", ".join(map(str, choice.lacking))
-                self._say(logging.INFO, f"sent {kept.path} to ranks {to}, which do not see it")
+            with contextlib.suppress(MembersChanged):
+                transfer = CheckpointTransfer(world.rank, nodes, run.control.all_gather, generation)
+                chosen = transfer.send(chosen, choice.lacking)
+                ranks = ", ".join(map(str, choice.lacking))
+                self._log(logging.INFO, f"sent {chosen.path} to ranks {ranks}, which do not see it")
                 break
-        assert kept
-        if not fits(kept.state):
+        assert chosen
+        if not fits(chosen.state):
             return None
-        run_state.restore(run, kept)
-        if not one:  # those were passed over
-            newer = (path for path in checkpoint.all_of(folder) if checkpoint.step_of(path) > kept.step)
+        run_state.restore(run, chosen)
+        if not single:  # newer ones were skipped as damaged
+            newer = (path for path in checkpoint.all_of(folder) if checkpoint.step_of(path) > chosen.step)
             self._damaged = frozenset(path.name for path in newer)
-        if choice.passed_over:
-            self._say(logging.WARNING, f"passed over {'; '.join(choice.passed_over)}; restored {kept.path}")
-        run.record.write("restore", step=kept.step, path=str(kept.path), damaged=list(choice.passed_over))
-        return kept
+        if choice.skipped:
+            self._log(logging.WARNING, f"skipped {'; '.join(choice.skipped)}; restored {chosen.path}")
+        run.record.write("restore", step=chosen.step, path=str(chosen.path), damaged=list(choice.skipped))
+        return chosen
 
-    def _say(self, level: int, what: str) -> None:
+    def _log(self, level: int, text: str) -> None:
         if self.run.leader:
-            log.log(level, what)
+            log.log(level, text)

@@ -1,16 +1,16 @@
-"""Any nesting of plain values as JSON, with its tensors beside it; nothing is evaluated on the way back.
+"""Serialisation of any nesting of plain values as JSON, with its tensors beside it; reading evaluates no code.
 
     None, bool, str, int, finite float, list      as JSON has them
-    {"int": "0x..."}                              beyond 64 bits
-    {"float": "7ff8000000000000"}                 the bits of an infinity or of what is not a number
+    {"int": "0x..."}                              integers beyond 64 bits
+    {"float": "7ff8000000000000"}                 the bits of an infinity or a NaN
     {"tuple": [...]}
-    {"dict": {...}} or {"dict": [[key, value]]}   the second where keys are not all str; so OrderedDict, Counter
-    {"tensor": name}                              with dtype and shape where the file holds bare bytes
-    {"array": name, "dtype": "<f8", "shape": []}  NumPy, as bare bytes
+    {"dict": {...}} or {"dict": [[key, value]]}   the second where a key is not str; likewise OrderedDict, Counter
+    {"tensor": name}                              with dtype and shape where the file holds plain bytes
+    {"array": name, "dtype": "<f8", "shape": []}  NumPy, as plain bytes
     {"scalar": "00ff", "dtype": "<i2"}            NumPy
     {"bytes": name}
 
-A tensor's name is where it stands: ``state['optimizer'][0]``.
+A tensor's name is its path: ``state['optimizer'][0]``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.tensor_file import CODES, as_bytes, unfit
+from paceline.checkpoint.tensor_file import CODES, as_bytes, unsupported
 
 DICTS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
-NUMERIC = "biufcmMSU"  # NumPy's letters for kinds of values that are nothing but their bytes
+NUMERIC = "biufcmMSU"  # NumPy's codes for the kinds of dtypes whose values are plain bytes
 MAX_DEPTH = 100
 ACCEPTED = (
     "dict, OrderedDict and Counter with str or int keys, list, tuple, Tensor, NumPy arrays and scalars, "
@@ -37,7 +37,7 @@ ACCEPTED = (
 
 
 def pack(value: Any, where: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
-    """The tree for ``value``; what is large goes into ``tensors``. Raises ValueError naming the place of a misfit."""
+    """The tree for ``value``; large values go into ``tensors``. Raises ValueError with the path of other types."""
     if depth > MAX_DEPTH:
         raise ValueError(f"{where[:200]}... is nested over {MAX_DEPTH} levels deep, or contains itself; make it flat")
     kind = type(value)
@@ -60,8 +60,8 @@ def pack(value: Any, where: str, tensors: dict[str, Tensor], depth: int = 0) -> 
             return {kind.__name__: dict(pairs)}
         return {kind.__name__: [[pack(key, where, tensors), part] for key, part in pairs]}
     if isinstance(value, Tensor):
-        if fault := unfit(value):
-            raise ValueError(f"{where} {fault}")
+        if problem := unsupported(value):
+            raise ValueError(f"{where} {problem}")
         if value.dtype in CODES or value.layout is torch.sparse_coo:
             tensors[where] = value
             return {"tensor": where}
@@ -80,7 +80,7 @@ def pack(value: Any, where: str, tensors: dict[str, Tensor], depth: int = 0) -> 
 
 
 def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What was packed. Raises ValueError, LookupError or TypeError for a tree that `pack` cannot have made."""
+    """The reverse of `pack`. Raises ValueError, LookupError or TypeError for a tree that `pack` cannot have made."""
     if isinstance(tree, list):
         return [unpack(part, tensors) for part in tree]
     if not isinstance(tree, dict):

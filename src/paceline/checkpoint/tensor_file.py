@@ -1,10 +1,10 @@
-"""A safetensors file, hashed while it is written and while it is read.
+"""Safetensors files, hashed while they are written and read.
 
     8 bytes   length of the header, little-endian
     header    JSON: name -> dtype, shape, data_offsets (counted from the header's end); padded to 8 bytes
-    data      the tensors without gaps, row-major, widest dtype first so that each lies aligned
+    data      the tensors without gaps, row-major, widest dtype first so that each is aligned
 
-One tensor at a time passes through memory, so a file costs no second copy of the model.
+Tensors are written one at a time, so a file needs no second copy of the model in memory.
 Source: the description of the format at github.com/huggingface/safetensors.
 """
 
@@ -39,30 +39,30 @@ CODES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-COO = ".coo_indices", ".coo_values", ".coo_shape"  # what a sparse tensor's parts are named
-CHUNK_BYTES = 1 << 22  # hashed while still in the processor's cache
+COO = ".coo_indices", ".coo_values", ".coo_shape"  # suffixes of the names of a sparse tensor's parts
+CHUNK_BYTES = 1 << 22  # small enough to be hashed while it is in the processor's cache
 
 
 class Seal(NamedTuple):
-    """What a file must be to be the one that was written."""
+    """Size and hash by which a file is recognised as the one that was written."""
 
     num_bytes: int
     sha256: str
 
 
 class Draft:
-    """A file about to be written, of the values that ``tensors`` have then.
+    """A file to be written, with the values that ``tensors`` have at `write`.
 
-    Raises ValueError for what a safetensors file cannot hold.
+    Raises ValueError for tensors that a safetensors file cannot hold.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None):
-        tensors = apart(tensors)
+        tensors = split_sparse(tensors)
         for name, tensor in tensors.items():
             if not isinstance(name, str) or name == "__metadata__":
                 raise ValueError(f"a tensor cannot be named {name!r}: accepted is any str but '__metadata__'")
-            if fault := unfit(tensor):
-                raise ValueError(f"tensor {name!r} {fault}")
+            if problem := unsupported(tensor):
+                raise ValueError(f"tensor {name!r} {problem}")
             if tensor.dtype not in CODES:
                 accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in CODES)
                 raise ValueError(f"tensor {name!r} is {tensor.dtype}, which safetensors cannot hold; it can {accepted}")
@@ -82,25 +82,25 @@ class Draft:
         self.num_bytes = len(self._header) + end
 
     def write(self, path: Path) -> Seal:
-        """The file is on the disk when this returns."""
+        """Writes the file and syncs it to the disk."""
         digest = hashlib.sha256(self._header)
         with path.open("wb") as file:
             file.write(self._header)
             for tensor in self.tensors.values():
-                _pass(as_bytes(tensor).numpy().data, file.write, digest.update)
+                _in_chunks(as_bytes(tensor).numpy().data, file.write, digest.update)
             file.flush()
             os.fsync(file.fileno())
         return Seal(self.num_bytes, digest.hexdigest())
 
     def parts(self) -> Iterator[bytes | memoryview]:
-        """The file, piece by piece."""
+        """The content of the file, tensor by tensor."""
         yield self._header
         for tensor in self.tensors.values():
             yield as_bytes(tensor).numpy().data
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Seal]:
-    """Tensors, metadata and seal. Raises ValueError for a file that is not whole, by its own account."""
+    """Tensors, metadata and seal. Raises ValueError for a file that its own header shows to be incomplete."""
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         try:
@@ -116,28 +116,28 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Seal]:
             raise ValueError(f"its header is not that of a safetensors file ({error!r})") from None
         digest = hashlib.sha256(prefix + header)
         for name in sorted(tensors, key=lambda name: entries[name]["data_offsets"]):
-            _pass(as_bytes(tensors[name]).numpy().data, file.readinto, digest.update)
-    return together(tensors), metadata, Seal(num_bytes, digest.hexdigest())
+            _in_chunks(as_bytes(tensors[name]).numpy().data, file.readinto, digest.update)
+    return join_sparse(tensors), metadata, Seal(num_bytes, digest.hexdigest())
 
 
 def of_bytes(data: bytearray, start: int = 0) -> dict[str, Tensor]:
-    """The tensors of a whole file in memory, where they lie in it. Raises ValueError."""
+    """The tensors of a complete file in memory, as views of ``data``. Raises ValueError."""
     length = int.from_bytes(data[start : start + 8], "little")
     begin = start + 8 + length
     try:
         entries = json.loads(data[start + 8 : begin])
         entries.pop("__metadata__", {})
-        octets, tensors = torch.frombuffer(data, dtype=torch.uint8)[begin:], {}
+        data_bytes, tensors = torch.frombuffer(data, dtype=torch.uint8)[begin:], {}
         for name, entry in entries.items():
-            at, end = entry["data_offsets"]
-            tensors[name] = octets[at:end].view(DTYPES[entry["dtype"]]).view(entry["shape"])
-        return together(tensors)
+            first, end = entry["data_offsets"]
+            tensors[name] = data_bytes[first:end].view(DTYPES[entry["dtype"]]).view(entry["shape"])
+        return join_sparse(tensors)
     except (ArithmeticError, LookupError, RuntimeError, TypeError, AttributeError) as error:
         raise ValueError(f"this is no safetensors file ({error!r})") from None
 
 
-def apart(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Sparse ones (COO) as three dense ones each: indices, values, and the shape with whether they are coalesced."""
+def split_sparse(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Replaces each sparse (COO) tensor by three dense ones: indices, values, shape with coalesced flag."""
     found: dict[str, Tensor] = {}
     for name, each in tensors.items():
         if isinstance(each, Tensor) and each.layout is torch.sparse_coo:
@@ -148,8 +148,8 @@ def apart(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return found
 
 
-def together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The reverse of `apart`. Raises ValueError for parts that do not make one."""
+def join_sparse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The reverse of `split_sparse`. Raises ValueError for parts that do not make a sparse tensor."""
     for end in [name for name in tensors if name.endswith(COO[2]) and name.removesuffix(COO[2]) + COO[0] in tensors]:
         name = end.removesuffix(COO[2])
         indices, values, shape = (tensors.pop(name + end) for end in COO)
@@ -164,14 +164,14 @@ def together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """*Shapes*: (bytes,) uint8, in the tensor's own memory where it is contiguous and on the CPU."""
+    """*Shapes*: (bytes,) uint8; a view of the tensor's memory where the tensor is contiguous and on the CPU."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # a contiguous tensor of no or one element may still have strides of its own
+    # a contiguous tensor with at most one element may still have any strides
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
-def unfit(tensor: Any) -> str:
-    """Why this cannot be written as rows of numbers, or nothing."""
+def unsupported(tensor: Any) -> str:
+    """The reason why this cannot be written as a dense array, or ''."""
     if not isinstance(tensor, Tensor):
         return f"is a {type(tensor).__name__}, not a tensor"
     if tensor.is_meta:
@@ -182,13 +182,13 @@ def unfit(tensor: Any) -> str:
 
 
 def _empty(entries: Mapping[str, Any], num_bytes: int) -> dict[str, Tensor]:
-    """Tensors for all entries, in their order. Raises where entries do not cover the data without gaps."""
+    """Uninitialised tensors for all entries, in order. Raises where entries do not cover the data without gaps."""
     spans = []
     for name, entry in entries.items():
         start, end = entry["data_offsets"]
         size = torch.Size(entry["shape"]).numel() * DTYPES[entry["dtype"]].itemsize
         if size != end - start:
-            raise ValueError(f"tensor {name!r} has {end - start} bytes, its shape asks for {size}")
+            raise ValueError(f"tensor {name!r} has {end - start} bytes, but its shape needs {size}")
         spans.append((start, end))
     reached = 0
     for start, end in sorted(spans):
@@ -200,9 +200,9 @@ def _empty(entries: Mapping[str, Any], num_bytes: int) -> dict[str, Tensor]:
     return {name: torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]]) for name, entry in entries.items()}
 
 
-def _pass(memory: memoryview, move: Callable[[memoryview], int], note: Callable[[memoryview], None]) -> None:
+def _in_chunks(memory: memoryview, move: Callable[[memoryview], int], update: Callable[[memoryview], None]) -> None:
     for start in range(0, len(memory), CHUNK_BYTES):
         part = memory[start : start + CHUNK_BYTES]
         if move(part) != len(part):
             raise ValueError("the file became shorter while it was read")
-        note(part)
+        update(part)

@@ -32,7 +32,7 @@ def main() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the end
     try:
         configure()
-        environment.adopt()
+        environment.set_from_launcher()
         app()
     except (ValueError, ConnectionError, OSError) as error:
         if isinstance(error, BrokenPipeError):

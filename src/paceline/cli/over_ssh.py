@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from paceline.checkpoint.run_lock import free
+from paceline.checkpoint.run_lock import check_free
 from paceline.cli.prepare import Start, check_configuration
 from paceline.data import load_balance
 from paceline.launch import detach, ssh
@@ -82,7 +82,7 @@ def start(
 
 def _save_settings(settings: Settings, made: Plan | None, out: Path) -> None:
     """Saves what --resume needs."""
-    free(out)
+    check_free(out)
     settings.write(out)
     if made:
         made.write(out / "plan.toml")
@@ -123,7 +123,7 @@ def planned(
 def _used(hosts: list[Host], made: Plan, shares: str | None) -> list[Host]:
     """The hosts that the plan uses; all hosts if it uses others, or if --shares lists a share per host."""
     used = [node for node in hosts if node.name in made.used]
-    if len(used) < max(1, len(made.used)) or isinstance(load_balance.wanted(shares or "measured"), tuple):
+    if len(used) < max(1, len(made.used)) or isinstance(load_balance.parse_shares(shares or "measured"), tuple):
         return hosts
     if unused := ", ".join(node.name for node in hosts if node not in used):
         print(

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from paceline import registry
-from paceline.checkpoint.run_lock import free
+from paceline.checkpoint.run_lock import check_free
 from paceline.cli.attach import follow
 from paceline.cli.options import console
 from paceline.environment import wait_s
@@ -121,7 +121,7 @@ def start(
 ) -> int:
     environment = {**({"PACELINE_SHARES": shares} if shares else {}), **(more or {})}
     if out:
-        free(out)
+        check_free(out)
         plan.write(out / "plan.toml")
         environment["PACELINE_FOLDER"] = str(out)
         if how.min_nodes:

@@ -59,7 +59,7 @@ def track(
     """
     from paceline.report import trackers as tracking
 
-    console.print(f"{tracking.follow(folder, to, live, quiet_s=quiet)} values exported to {to}")
+    console.print(f"{tracking.follow(folder, to, live, timeout_s=quiet)} values exported to {to}")
 
 
 def list_() -> None:

@@ -9,7 +9,7 @@ import typer
 
 from paceline.cli import options, over_ssh, prepare
 from paceline.cli.options import listed
-from paceline.data.load_balance import wanted
+from paceline.data.load_balance import parse_shares
 
 
 def run(
@@ -55,7 +55,7 @@ def run(
     command, hosts = [script, *context.args], listed(named)
     prepare.check_script(command)
     plan = prepare.reproducible_plan(plan, reproducible)
-    wanted(shares or "measured")
+    parse_shares(shares or "measured")
     prepare.check_alone(hosts, send, data, detach)
     prepare.check_first()
     prepare.require_encryption(encrypt)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.checkpoint.run_lock import free
+from paceline.checkpoint.run_lock import check_free
 from paceline.cli import options, over_ssh, prepare
 from paceline.cli.options import listed
 from paceline.launch.hosts import parse
@@ -137,7 +137,7 @@ def _start(settings: Settings, plan: str, out: Path | None, resume: Path | None,
         return over_ssh.start(how, command, plan, settings.fidelity, out or own, settings)
     made = prepare.find_or_make_plan(command, plan, settings.fidelity, settings, settings.json)
     out = out or _fresh(own)
-    free(out)
+    check_free(out)
     settings.write(out)
     return prepare.start(command, made, out, how, quiet=settings.json)
 
@@ -146,8 +146,8 @@ def _train_here(settings: Settings, plan: str, out: Path) -> None:
     from paceline.train import run as job
 
     if os.environ["RANK"] == "0":
-        settings.claim(out)
-        free(out)
+        settings.check_same_run(out)
+        check_free(out)
         settings.write(out)
     os.environ["PACELINE_FOLDER"] = str(out)
     if plan != "auto":

@@ -1,10 +1,9 @@
 """Global batches, divided among processes: a batch knows its samples, and fetches those of an assignment.
 
-A batch that must be computed again by other ranks is the same batch: only the assignment changes. It may change
-between any two steps; rows that were fetched ahead for another assignment are dropped and fetched again. Sources
-that draw their randomness from (seed, epoch, sample) are fetched ahead of time in a thread. Datasets that make
-their samples themselves are read when asked, so that their use of global random state keeps its
-order, or ahead of time by processes, where every sample has a random state of its own.
+A batch that other ranks compute again is the same batch; only the assignment changes. The assignment may change between
+any two steps; samples that were prefetched for another assignment are dropped and fetched again. A thread prefetches
+from sources whose randomness follows from (seed, epoch, sample). Other datasets are read when a batch is needed, so
+that their draws from global random state keep their order, or prefetched by workers, with a random state per sample.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from paceline.data import sampler
 from paceline.data.dataloader import Order, check_batch_size, options_of, order_of, samples_of
 from paceline.data.sampler import Assignment, Indices
 from paceline.data.sources import Collated, Source, Stream, Window, as_source
-from paceline.data.workers import Rows, Seeded, Windows
+from paceline.data.workers import Prefetcher, Seeded, Windows
 
-__all__ = ["Batch", "Cursor", "Given", "GlobalBatch", "as_source", "batches", "samples"]
+__all__ = ["Batch", "Cursor", "GlobalBatch", "UserBatch", "as_source", "batches", "samples"]
 
 Position = tuple[int, int]  # epoch, step
 
 
 @dataclass
 class Cursor:
-    """Where a training stands in its data. ``epoch``, ``next_step``: the next batch. ``began``: the epoch in which the
-    current call of `Pace.batches` began, for ``epochs``; ``calls`` so far; ``between``: one is over, and no next begun.
-    ``resumed``: the next call goes on from here. ``facts``: of the dataset, for comparison. ``again``: samples to
-    be dealt once more when the present epoch ends: who had them was lost, with all that it made of them."""
+    """The position of a training in its data. ``epoch``, ``next_step``: the next batch. ``began``: the epoch in which
+    the current call of `Pace.batches` began, for ``epochs``; ``calls`` so far; ``between``: true between two calls.
+    ``resumed``: the next call resumes here. ``facts``: metadata of the dataset, for comparison. ``again``: samples to
+    repeat at the end of the epoch, because a node failed before their updates were averaged."""
 
     epoch: int = 0
     next_step: int = 0
@@ -52,7 +51,7 @@ class Cursor:
 
 @dataclass(eq=False)
 class Batch(GlobalBatch):
-    """One of a dataset's."""
+    """A global batch of a dataset."""
 
     source: Source
     indices: Indices
@@ -68,7 +67,7 @@ class Batch(GlobalBatch):
 
     @property
     def next(self) -> Position:
-        """Where to start after this batch."""
+        """The position after this batch."""
         return (self.epoch + 1, 0) if self.ends_epoch else (self.epoch, self.step + 1)
 
     def share(self, assignment: Share) -> Any:
@@ -78,22 +77,22 @@ class Batch(GlobalBatch):
         return rows
 
     def fetch(self, assignment: Share) -> Any:
-        """`share`, now and in this process."""
-        mine = self.indices_of(assignment)
-        return self.source.fetch(mine, self.epoch) if mine else None
+        """As `share`, but always read at once and in this process."""
+        indices = self.indices_of(assignment)
+        return self.source.fetch(indices, self.epoch) if indices else None
 
     def indices_of(self, assignment: Share) -> list[int]:
         rows = assignment.rows(len(self.indices))
-        mine: list[int] = self.indices[rows.start : rows.stop].tolist()
-        return mine
+        indices: list[int] = self.indices[rows.start : rows.stop].tolist()
+        return indices
 
-    def expect(self, take: Callable[[Batch, Share], Any]) -> None:
-        """``take(batch, assignment)`` gives its rows, which somebody may be fetching already."""
+    def use_prefetch(self, take: Callable[[Batch, Share], Any]) -> None:
+        """``take(batch, assignment)`` returns the samples of an assignment, which may be prefetched."""
         self._take = take
 
 
-class Given(GlobalBatch):
-    """Rows that the user brought: they are this process's share, and cannot be dealt to another."""
+class UserBatch(GlobalBatch):
+    """Samples that the user's script has read: they are this process's share, and cannot be reassigned."""
 
     def __init__(self, rows: Any, weight: float):
         self.rows, self.weight = rows, weight
@@ -115,19 +114,19 @@ def batches(
     times: int = 1,
     again: list[int] | None = None,
 ) -> Iterator[Batch]:
-    """Every global batch of every epoch from ``start`` on, some of them already being fetched for ``assignment``.
+    """Every global batch of every epoch from ``start`` on; the next ones are prefetched for ``assignment``.
 
-    ``again``: what `Cursor.again` says, and may get more meanwhile; not of a stream, which has no samples by number.
+    ``again``: `Cursor.again`, to which samples may be added meanwhile; not for a stream, which has no sample numbers.
 
-    ``assignment``: this process's, or a function that says which it is by now.
+    ``assignment``: this process's assignment, or a function that returns the current one.
 
-    A DataLoader brings its own order and number of processes; ``workers`` are the processes that fetch, 0 for none;
-    ``times`` its batch is ``batch_size``, where that is tried on more machines.
-    A stream is read whole by every process, in its own order. Raises ValueError for what is no dataset.
+    A DataLoader determines order and number of worker processes; ``workers``: processes that prefetch, 0 for none.
+    ``times``: ``batch_size`` over the DataLoader's batch size, in a trial with more machines.
+    Every process reads a whole stream, in the stream's order. Raises ValueError for an object that is no dataset.
     """
     if workers < 0 or ahead < 0 or min(start) < 0:
         raise ValueError(f"batches() got workers={workers}, ahead={ahead}, start={start}; give numbers of 0 or more")
-    now: Callable[[], Assignment] = assignment if callable(assignment) else lambda: assignment
+    current: Callable[[], Assignment] = assignment if callable(assignment) else lambda: assignment
     source, options = as_source(dataset), {}
     if isinstance(dataset, DataLoader):
         workers, options = workers or dataset.num_workers, options_of(dataset)
@@ -141,51 +140,51 @@ def batches(
     if not size:
         raise ValueError("the dataset is empty; give at least one sample")
     if isinstance(dataset, DataLoader):
-        turns = order_of(dataset, size, batch_size, seed, times)
+        order = order_of(dataset, size, batch_size, seed, times)
     else:
-        turns = Order(size, batch_size, seed, shuffle)
-    plain = _of_map(source, turns, epochs, start)
+        order = Order(size, batch_size, seed, shuffle)
+    unfetched = _of_map(source, order, epochs, start)
     if workers:
         source = seeded = Seeded(source, seed)
-        plain = _by_processes(seeded, turns, epochs, start, now, workers, options)
+        unfetched = _by_processes(seeded, order, epochs, start, current, workers, options)
     elif not isinstance(source, Collated) and ahead:
-        plain = _by_thread(plain, now, ahead)
-    waiting = [] if again is None else again
+        unfetched = _by_thread(unfetched, current, ahead)
+    remaining = [] if again is None else again
     if start[0] and not start[1]:
-        yield from _again(source, waiting, batch_size, start[0] - 1, 0)
-    for batch in plain:
+        yield from _extra_batches(source, remaining, batch_size, start[0] - 1, 0)
+    for batch in unfetched:
         yield batch
         if batch.ends_epoch:
-            yield from _again(source, waiting, batch_size, batch.epoch, batch.step + 1)
+            yield from _extra_batches(source, remaining, batch_size, batch.epoch, batch.step + 1)
 
 
-def _again(source: Source, waiting: list[int], batch_size: int, epoch: int, step: int) -> Iterator[Batch]:
-    """Further batches after an epoch's last one. What is lost of these waits in its turn."""
-    while waiting:
-        indices, waiting[:batch_size] = np.array(waiting[:batch_size]), []
+def _extra_batches(source: Source, remaining: list[int], batch_size: int, epoch: int, step: int) -> Iterator[Batch]:
+    """Further batches after an epoch's last one, of samples to repeat. ``remaining`` may grow while they are used."""
+    while remaining:
+        indices, remaining[:batch_size] = np.array(remaining[:batch_size]), []
         yield Batch(source, indices, epoch, step, None, True)
         step += 1
 
 
 def samples(dataset: Any, source: Source) -> Indices:
-    """Of all that is to be evaluated, the indices: a DataLoader's sampler may leave some out."""
+    """The indices of the samples to evaluate: a DataLoader's sampler may leave some out."""
     if isinstance(dataset, DataLoader) and not isinstance(source, Stream):
         return samples_of(dataset, len(source))
     return np.arange(len(source))
 
 
-def _of_map(source: Source, turns: Order, epochs: int, start: Position) -> Iterator[Batch]:
+def _of_map(source: Source, order: Order, epochs: int, start: Position) -> Iterator[Batch]:
     for epoch in range(start[0], epochs):
-        steps, windows = turns.epoch(epoch)
+        steps, windows = order.epoch(epoch)
         first = start[1] if epoch == start[0] else 0
         if not steps:
             raise ValueError(
-                f"the dataset has {turns.size} samples and no whole batch of {turns.batch_size}, and drop_last leaves "
-                f"out what is no whole one; give a smaller batch_size, or more samples"
+                f"the dataset has {order.size} samples, less than one batch of {order.batch_size}, and drop_last drops "
+                f"incomplete batches; give a smaller batch_size, or more samples"
             )
         if first > steps:
             raise ValueError(
-                f"epoch {epoch} has {steps} batches of {turns.batch_size} samples, and step {first} was requested; "
+                f"epoch {epoch} has {steps} batches of {order.batch_size} samples, and step {first} was requested; "
                 f"give the dataset and batch size that the position was saved with"
             )
         for step, indices in enumerate(windows):
@@ -193,35 +192,35 @@ def _of_map(source: Source, turns: Order, epochs: int, start: Position) -> Itera
                 yield Batch(source, indices, epoch, step, steps, step == steps - 1)
 
 
-def _by_thread(plain: Iterator[Batch], now: Callable[[], Assignment], ahead: int) -> Iterator[Batch]:
-    queue: list[_Coming] = []
+def _by_thread(unfetched: Iterator[Batch], current: Callable[[], Assignment], ahead: int) -> Iterator[Batch]:
+    queue: list[_Prefetch] = []
     pool = ThreadPoolExecutor(1, "paceline feed")
     try:
-        for batch in plain:
-            for coming in queue:
-                coming.send(now())
-            queue.append(_Coming(pool, batch, now()))
+        for batch in unfetched:
+            for prefetch in queue:
+                prefetch.send(current())
+            queue.append(_Prefetch(pool, batch, current()))
             if len(queue) > ahead:
                 yield queue.pop(0).batch
         while queue:
-            for coming in queue:
-                coming.send(now())
+            for prefetch in queue:
+                prefetch.send(current())
             yield queue.pop(0).batch
         pool.shutdown()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-class _Coming:
-    """A batch whose rows for one assignment a thread is fetching."""
+class _Prefetch:
+    """A batch whose samples for one assignment a thread is fetching."""
 
     def __init__(self, pool: ThreadPoolExecutor, batch: Batch, assignment: Assignment):
         self.pool, self.batch, self.assignment = pool, batch, assignment
         self.rows: Future[Any] = pool.submit(batch.fetch, assignment)
-        batch.expect(self.take)
+        batch.use_prefetch(self.take)
 
     def send(self, assignment: Assignment) -> None:
-        """For this assignment, if it is another."""
+        """Fetches for this assignment instead, if it differs."""
         if assignment != self.assignment:
             self.rows.cancel()
             self.assignment, self.rows = assignment, self.pool.submit(self.batch.fetch, assignment)
@@ -232,34 +231,34 @@ class _Coming:
 
 def _by_processes(
     source: Seeded,
-    turns: Order,
+    order: Order,
     epochs: int,
     start: Position,
-    now: Callable[[], Assignment],
+    current: Callable[[], Assignment],
     num_processes: int,
     options: dict[str, Any],
 ) -> Iterator[Batch]:
-    told, dealt = tee(_of_map(source, turns, epochs, start))
-    asked: dict[int, Assignment] = {}  # whose rows the processes were asked for
+    to_request, to_yield = tee(_of_map(source, order, epochs, start))
+    requested: dict[int, Assignment] = {}  # the assignment of each request to the worker processes
 
     def requests() -> Iterator[tuple[int, list[int]]]:
-        for number, batch in enumerate(told):
-            asked[number] = now()
-            yield batch.epoch, batch.indices_of(asked[number])
+        for number, batch in enumerate(to_request):
+            requested[number] = current()
+            yield batch.epoch, batch.indices_of(requested[number])
 
-    rows = Rows(source, requests(), num_processes, options)
+    rows = Prefetcher(source, requests(), num_processes, options)
 
     def take(number: int, batch: Batch, assignment: Share) -> Any:
         if not rows.has(number):
             return batch.fetch(assignment)
-        found = rows.take(number)  # even if it is another's: the processes go on as rows are taken
-        for older in [each for each in asked if each < number]:
-            del asked[older]
-        return found if asked[number] == assignment else batch.fetch(assignment)
+        found = rows.take(number)  # even of another assignment: workers fetch more only as samples are taken
+        for older in [each for each in requested if each < number]:
+            del requested[older]
+        return found if requested[number] == assignment else batch.fetch(assignment)
 
     try:
-        for number, batch in enumerate(dealt):
-            batch.expect(partial(take, number))
+        for number, batch in enumerate(to_yield):
+            batch.use_prefetch(partial(take, number))
             yield batch
     finally:
         rows.close()
@@ -282,18 +281,18 @@ def _of_stream(
     steps = None if length is None else length // batch_size if drop_last else sampler.num_steps(length, batch_size)
     dataset = Windows(stream, seed, batch_size, start, epochs, drop_last)
     # a stream is one sequence, so one process reads it
-    windows: Any = Rows(dataset, None, 1, options) if num_processes else iter(dataset)
+    windows: Any = Prefetcher(dataset, None, 1, options) if num_processes else iter(dataset)
     try:
         began = time.perf_counter()
-        here = next(windows, None)
-        while here is not None:
-            # reading one window further tells whether this one is the last of its epoch
-            following = next(windows, None)
-            epoch, step, items = here
-            ends = following is None or following[0] != epoch
+        window = next(windows, None)
+        while window is not None:
+            # one window is read ahead, to know whether the current one is the last of its epoch
+            next_window = next(windows, None)
+            epoch, step, items = window
+            is_last = next_window is None or next_window[0] != epoch
             wait_s = time.perf_counter() - began
-            yield Batch(Window(items, stream.collate), np.arange(len(items)), epoch, step, steps, ends, wait_s)
+            yield Batch(Window(items, stream.collate), np.arange(len(items)), epoch, step, steps, is_last, wait_s)
             began = time.perf_counter()
-            here = following
+            window = next_window
     finally:
         windows.close()

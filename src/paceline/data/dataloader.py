@@ -1,8 +1,8 @@
-"""What a user's DataLoader says about order and processes, checked before anything is read.
+"""Order and worker processes of a user's DataLoader, checked before any sample is read.
 
-Its dataset, collate_fn, drop_last and processes are kept. A sequential, random or distributed sampler
-is replaced by this package's order, which any number of processes shares; any other sampler, or batch
-sampler, is listed once per epoch after seeding with (seed, epoch), so every process gets the same list.
+Its dataset, collate_fn, drop_last and worker options are used. A sequential, random or distributed sampler is replaced
+by this package's order, which is the same for any number of processes. Any other sampler or batch sampler is listed
+once per epoch after seeding with (seed, epoch), so every process gets the same list.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from paceline.data import sampler as order
 from paceline.data.rng import OwnRng
 from paceline.data.sampler import Indices
 
-# what is handed on to the processes that read
-KEPT = ("multiprocessing_context", "prefetch_factor", "timeout", "worker_init_fn")
+# the options that are passed on to the worker processes
+WORKER_OPTIONS = ("multiprocessing_context", "prefetch_factor", "timeout", "worker_init_fn")
 
 
 @dataclass
 class Order:
-    """The global batches of an epoch, as indices. ``sampler``: the user's, of indices or of batches."""
+    """The global batches of an epoch, as indices. ``sampler``: the user's sampler of indices or of batches."""
 
     size: int
     batch_size: int
@@ -35,7 +35,7 @@ class Order:
     gives_batches: bool = False
 
     def epoch(self, epoch: int) -> tuple[int, Iterator[Indices]]:
-        """Their number, and the batches."""
+        """The number of batches, and the batches."""
         if self.gives_batches:
             drawn = [np.asarray(batch, dtype=np.int64) for batch in self._draw(epoch)]
             if any(not 0 < len(batch) <= self.batch_size for batch in drawn):
@@ -54,9 +54,9 @@ class Order:
         return steps, (order.window(samples, step, self.batch_size) for step in range(steps))
 
     def _draw(self, epoch: int) -> list[Any]:
-        own = [each for each in (self.sampler, getattr(self.sampler, "sampler", None)) if each is not None]
+        samplers = [each for each in (self.sampler, getattr(self.sampler, "sampler", None)) if each is not None]
         with OwnRng(self.seed, epoch):
-            for sampler in own:
+            for sampler in samplers:
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(epoch)
                 if getattr(sampler, "generator", None) is not None:
@@ -65,26 +65,26 @@ class Order:
 
 
 def order_of(loader: DataLoader[Any], size: int, batch_size: int, seed: int, times: int = 1) -> Order:
-    """``times``: the loader's batch that the job's is. Raises ValueError where that is not so."""
+    """``times``: the job's batch size over the loader's. Raises ValueError where they do not match."""
     if loader.batch_size is None and loader.batch_sampler is not None:
         return Order(size, batch_size, seed, False, False, loader.batch_sampler, True)
     check_batch_size(loader, batch_size, times)
-    sampler, shuffle = _own(loader, size)
+    sampler, shuffle = _sampler_of(loader, size)
     return Order(size, batch_size, seed, shuffle, loader.drop_last, sampler)
 
 
 def samples_of(loader: DataLoader[Any], size: int) -> Indices:
-    """What it gives of a dataset of ``size``, in an order that every process comes to: for a sum over them."""
+    """The samples that the loader gives of a dataset of ``size``, in the same order in every process, for a sum."""
     if loader.batch_size is None and loader.batch_sampler is not None:
         _, drawn = Order(size, size, 0, False, False, loader.batch_sampler, True).epoch(0)
         return np.concatenate([np.zeros(0, np.int64), *drawn])
-    sampler, _ = _own(loader, size)
+    sampler, _ = _sampler_of(loader, size)
     chosen: Iterable[int] = range(size) if sampler is None else Order(size, size, 0, False, False, sampler)._draw(0)
     return np.asarray(chosen, dtype=np.int64)
 
 
-def _own(loader: DataLoader[Any], size: int) -> tuple[Any, bool]:
-    """Its sampler, or None where that gives every sample once; and whether it shuffles."""
+def _sampler_of(loader: DataLoader[Any], size: int) -> tuple[Any, bool]:
+    """The loader's sampler, or None where that gives every sample once; and whether it shuffles."""
     sampler: Any = loader.sampler
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size:
         return None, True
@@ -94,15 +94,15 @@ def _own(loader: DataLoader[Any], size: int) -> tuple[Any, bool]:
 
 
 def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What its processes are started with."""
-    return {name: value for name in KEPT if (value := getattr(loader, name)) is not None}
+    """The loader's options for its worker processes."""
+    return {name: value for name in WORKER_OPTIONS if (value := getattr(loader, name)) is not None}
 
 
 def check_batch_size(loader: DataLoader[Any], batch_size: int, times: int = 1) -> None:
     if loader.batch_size is None:
         raise ValueError(
-            f"the DataLoader has batch_size=None, so what its dataset gives are whole batches, which cannot be dealt "
-            f"out; give it single samples and batch_size={batch_size}, or call pace.step with each process's own rows"
+            f"the DataLoader has batch_size=None, so its dataset gives whole batches, which cannot be divided; give it "
+            f"single samples and batch_size={batch_size}, or call pace.step with each process's own samples"
         )
     if loader.batch_size * times != batch_size:
         raise ValueError(

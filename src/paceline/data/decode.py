@@ -1,9 +1,9 @@
-"""From the bytes of an image file to the pixels that a network sees.
+"""Image decoding: from the bytes of an image file to the pixels that the network receives.
 
-Prepared as in Lerat, Mahmoudi and Mahmoudi, Electronics 11(10):1525 (2022): the short side becomes 256 and
-224x224 of that are kept, which is a square of 7/8 of the short side made 224 wide, so only that square is
-resized (its place and size are whole pixels of the file). Channels are normalised by ImageNet's mean and deviation.
-With `simplejpeg` JPEGs are decoded by it, else by Pillow; the two may differ in the last of 255 levels.
+Preprocessing as in Lerat, Mahmoudi and Mahmoudi, Electronics 11(10):1525 (2022): resize the short side to 256, crop
+224x224. This equals a square of 7/8 of the short side, resized to 224; so only that square is resized (its position and
+size are whole pixels of the file). Channels are normalised by ImageNet's mean and standard deviation. JPEGs are decoded
+by `simplejpeg` if it is installed, else by Pillow; the two may differ by one of 255 levels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHORT_SIDE, CROP = 256, 224  # pixels
 MEAN = torch.tensor((0.485, 0.456, 0.406)).view(3, 1, 1)
 STD = torch.tensor((0.229, 0.224, 0.225)).view(3, 1, 1)
 _SCALE, _SHIFT = (1 / (255 * STD)).numpy(), (-MEAN / STD).numpy()
-_ORIENTATION = 0x0112  # EXIF: which way is up
+_ORIENTATION = 0x0112  # EXIF tag
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -34,8 +34,7 @@ Pixels = npt.NDArray[np.uint8]
 def decode(data: bytes, short_side: int | None = SHORT_SIDE) -> Pixels:
     """*Shapes*: (height, width, 3), upright, the first frame; 16-bit grey scaled to 8 bits.
 
-    JPEGs may come 2, 4 or 8 times smaller, but not below ``short_side``. Raises whatever the decoder raises
-    for damaged files.
+    JPEGs may be reduced 2, 4 or 8 times, but not below ``short_side``. Raises the decoder's error for damaged files.
     """
     if not data:
         raise ValueError("the file is empty")
@@ -47,7 +46,7 @@ def decode(data: bytes, short_side: int | None = SHORT_SIDE) -> Pixels:
                 pixels: Pixels = simplejpeg.decode_jpeg(data, min_width=least[0], min_height=least[1])
                 return pixels
         except ValueError:
-            pass  # it is stricter than Pillow, which has the last word
+            pass  # simplejpeg is stricter than Pillow, which decides
     with _opened(data) as file:
         file.draft("RGB", _reduced(file.width, file.height, short_side))
         upright = ImageOps.exif_transpose(file) if _ORIENTATION in file.getexif() else file
@@ -69,7 +68,7 @@ def _is_upright(data: bytes) -> bool:
 
 
 def _reduced(width: int, height: int, short_side: int | None) -> tuple[int, int]:
-    """The size after the largest of the reductions that cost a JPEG decoder nothing."""
+    """The size after the largest reduction that a JPEG decoder does for free."""
     factor = 1
     while short_side and factor < 8 and min(width, height) >= 2 * factor * short_side:
         factor *= 2
@@ -80,12 +79,12 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         deep = np.asarray(image).astype(np.int64)
         if deep.min() < 0 or deep.max() > 65535:
-            raise ValueError(f"pixels of mode {image.mode} go from {deep.min()} to {deep.max()}, beyond 16 bits")
+            raise ValueError(f"pixels of mode {image.mode} range from {deep.min()} to {deep.max()}, beyond 16 bits")
         return Image.fromarray(((deep + 128) // 257).astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         raise ValueError("pixels of mode F are fractions, whose scale is not known")
     if image.mode == "P":
-        image = image.convert("RGBA")  # palettes may hold transparency, which RGB alone warns about
+        image = image.convert("RGBA")  # a palette may have transparency, about which a conversion to RGB warns
     return image.convert("RGB")
 
 
@@ -107,6 +106,6 @@ def crop(pixels: Pixels, words: Sequence[int] | None) -> Pixels:
 
 def normalise(pixels: Pixels, out: npt.NDArray[Any]) -> None:
     """*Shapes*: (3, height, width) bytes into float32 of about mean 0 and deviation 1."""
-    # NumPy in one thread: torch would start a team of threads for each thread that decodes
+    # NumPy uses one thread; torch would start a thread pool for each decoding thread
     np.multiply(pixels, _SCALE, out=out)
     np.add(out, _SHIFT, out=out)

@@ -1,6 +1,6 @@
-"""Encoded images by index, as batches of 224x224: what folders and shards have in common.
+"""Encoded images by index, as batches of 224x224: the base class of folders and shards.
 
-*Law*: a sample's pixels follow from (seed, epoch, index) and its bytes alone, whichever process or thread reads it.
+*Invariant*: a sample's pixels depend only on (seed, epoch, index) and its bytes, not on the process or thread.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.utils.data import get_worker_info
 
 from paceline.data import decode
 
-LISTED = 20  # faults told one by one
+MAX_LISTED = 20  # errors listed one by one
 
 
-class Pictures:
-    """Decoded when fetched, by ``threads`` threads (None: one per core this process may use)."""
+class EncodedImages:
+    """Images are decoded when fetched, by ``threads`` threads (None: one per core this process may use)."""
 
     packed = False
 
@@ -39,23 +39,23 @@ class Pictures:
         raise NotImplementedError
 
     def path(self, index: int) -> str:
-        """The file in which it lies."""
+        """The file that contains the image."""
         raise NotImplementedError
 
     def name(self, index: int) -> str:
-        """Where it lies, for errors."""
+        """The location of the image, for error messages."""
         return self.path(index)
 
-    def said(self) -> Iterable[str]:
-        """What each image is, wherever its folder lies."""
+    def identities(self) -> Iterable[str]:
+        """A text that identifies each image, independent of the folder's location."""
         raise NotImplementedError
 
     def digests(self) -> dict[str, str]:
-        """What several machines must have alike: labels, and images, which folders and shards name each in its way."""
+        """Digests that must be equal on all machines: of the labels, and of the images' `identities`."""
         labels, images = hashlib.sha256(repr(self.classes).encode()), hashlib.sha256()
         labels.update(self._labels.numpy().tobytes())
-        for words in self.said():
-            images.update(words.encode("utf8", "surrogateescape") + b"\0")
+        for text in self.identities():
+            images.update(text.encode("utf8", "surrogateescape") + b"\0")
         return {"classes and labels": labels.hexdigest(), f"images ({type(self).__name__})": images.hexdigest()}
 
     def __len__(self) -> int:
@@ -64,42 +64,42 @@ class Pictures:
     def fetch(self, indices: Sequence[int], epoch: int) -> tuple[Tensor, Tensor]:
         """*Shapes*: (n, 3, 224, 224) float32, (n,) int64. Raises ValueError naming every unreadable image."""
         images = torch.empty(len(indices), 3, decode.CROP, decode.CROP)
-        places = images.numpy()
-        faults: set[str] = set()
+        arrays = images.numpy()
+        errors: set[str] = set()
 
-        def place(slot: int) -> None:
-            index = int(indices[slot])
+        def load(position: int) -> None:
+            index = int(indices[position])
             try:
                 pixels = decode.decode(self.data(index))
-                decode.normalise(decode.crop(pixels, self._words(epoch, index)), places[slot])
+                decode.normalise(decode.crop(pixels, self._random_words(epoch, index)), arrays[position])
             except Exception as error:  # decoders of damaged files raise almost anything
-                faults.add(f"- {self.name(index)}: {error}")
+                errors.add(f"- {self.name(index)}: {error}")
 
         threads = 1 if get_worker_info() else self.threads  # one of several processes has one core
         if threads > 1 < len(indices):
             with ThreadPoolExecutor(min(threads, len(indices))) as pool:
-                list(pool.map(place, range(len(indices))))
+                list(pool.map(load, range(len(indices))))
         else:
-            for slot in range(len(indices)):
-                place(slot)
-        if faults:
-            what = f"cannot read {len(faults)} of {len(indices)} images"
-            raise ValueError(f"{what}:\n{listing(faults)}\n{self._remedy()}")
+            for position in range(len(indices)):
+                load(position)
+        if errors:
+            summary = f"cannot read {len(errors)} of {len(indices)} images"
+            raise ValueError(f"{summary}:\n{listing(errors)}\n{self._remedy()}")
         return images, self._labels[torch.as_tensor(indices, dtype=torch.int64)]
 
     def _remedy(self) -> str:
         return "Remove these files, create them again, or leave all such out with skip_broken (--skip-broken)."
 
-    def _words(self, epoch: int, index: int) -> list[int] | None:
+    def _random_words(self, epoch: int, index: int) -> list[int] | None:
         if not self._train:
             return None
-        # NumPy promises SeedSequence's output for ever; it does not promise its generators' methods
+        # NumPy guarantees SeedSequence's output for all versions, but not that of its generators' methods
         words: list[int] = np.random.SeedSequence((self._seed, epoch, index)).generate_state(3).tolist()
         return words
 
 
-def listing(faults: set[str]) -> str:
-    """A line each, in order, and how many more there are."""
-    shown = sorted(faults)[:LISTED]
-    more = len(faults) - len(shown)
+def listing(errors: set[str]) -> str:
+    """Up to MAX_LISTED errors, a line for each, and how many more there are."""
+    shown = sorted(errors)[:MAX_LISTED]
+    more = len(errors) - len(shown)
     return "\n".join(shown) + (f"\n... and {more} more" if more else "")

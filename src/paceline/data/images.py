@@ -1,4 +1,4 @@
-"""Images of your own: a folder with one sub-folder per class, or the shards that `pack` made of one."""
+"""The user's images: a folder with one sub-folder per class, or the shards that `pack` made of one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from paceline.data import image_folder as folders
 from paceline.data import shards
 from paceline.data.decode import MEAN, STD
-from paceline.data.encoded_images import Pictures
+from paceline.data.encoded_images import EncodedImages
 from paceline.data.image_folder import Part, Progress
 
 __all__ = ["MEAN", "STD", "ImageFolder", "load"]
 
 
-class ImageFolder(Pictures):
+class ImageFolder(EncodedImages):
     """Images read from their files."""
 
     def __init__(
@@ -37,7 +37,7 @@ class ImageFolder(Pictures):
     def path(self, index: int) -> str:
         return str(self.paths[index])
 
-    def said(self) -> Iterable[str]:
+    def identities(self) -> Iterable[str]:
         return ("/".join(str(path).rsplit("/", 2)[-2:]) for path in self.paths)
 
 
@@ -49,12 +49,12 @@ def load(
     *,
     skip_broken: bool = False,
     progress: Progress | None = None,
-) -> tuple[Pictures, Pictures]:
+) -> tuple[EncodedImages, EncodedImages]:
     """The training and the test images: those of train/ and test/ or val/, else split class by class; or of shards.
 
-    ``skip_broken`` decodes every image once per state of the folder and leaves out what cannot be; these are
-    then in ``skipped`` of the first result, with the reasons. Without it no image is opened. Shards keep the
-    split they were packed with. Raises ValueError listing all that is wrong with the folder.
+    ``skip_broken`` decodes every image once for each state of the folder and leaves out the broken ones, which are
+    in ``skipped`` of the first result, with the reasons. By default no image is opened. Shards keep the split with
+    which they were packed. Raises ValueError with all problems of the folder.
     """
     root = Path(folder)
     if shards.packed(root):
@@ -63,7 +63,7 @@ def load(
     broken: dict[str, str] = {}
     if skip_broken:
         names = folders.members(train) + folders.members(test)
-        # in one order whatever the split, as one answer is kept per folder
+        # sorted, so that the cached result does not depend on the split
         broken = folders.cached_check(root, sorted(names), threads or len(os.sched_getaffinity(0)), progress)
         if broken:
             train, test = folders.find(root, test_fraction, seed, broken)
@@ -73,7 +73,7 @@ def load(
 
 
 def divides(folder: Path | str) -> bool:
-    """Whether `load` itself chooses which images are for testing."""
+    """Whether `load` itself chooses the test images."""
     root = Path(folder)
     own = (root / "train").is_dir() and any((root / name).is_dir() for name in ("test", "val"))
     return not own and not shards.packed(root)

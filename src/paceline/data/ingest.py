@@ -1,9 +1,9 @@
-"""Journal of a long job, one JSON line per finished part, so that an interrupted job resumes where it was.
+"""Journal of a long job: one JSON line for each finished part, so that an interrupted job resumes where it was.
 
-One process at a time holds a journal; others wait for it. A line torn by a kill is dropped, and a
-journal of another job is begun anew.
+One process at a time holds a journal; others wait for it. An incomplete line of a killed process is dropped. A journal
+of another job is started anew.
 
-A function over many things in threads, results in order, little of it ahead.
+Also `in_order`: a function applied to many items by threads, with results in order and a bounded number ahead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 
 class Journal:
-    """``done``: the lines so far. ``job``: a digest of everything that the lines depend on."""
+    """``done``: the lines so far. ``job``: a digest of all inputs on which the lines depend."""
 
     def __init__(self, path: Path, job: str):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,26 +27,26 @@ class Journal:
         while True:
             self._file = path.open("a+b")
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            # whoever held it may have removed it: then this is the old one
+            # the previous holder may have removed the file: then this handle is of the removed file
             if path.exists() and os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
                 break
             self._file.close()
         self._file.seek(0)
         self.done: list[dict[str, Any]] = []
-        whole = 0
+        num_bytes = 0
         for line in self._file.readlines():
             entry = _parsed(line)
             if entry is None or (not self.done and entry != {"job": job}):
                 break
-            whole += len(line)
+            num_bytes += len(line)
             self.done.append(entry)
-        self._file.truncate(whole)
+        self._file.truncate(num_bytes)
         if not self.done:
             self.write(job=job)
         del self.done[:1]
 
     def write(self, **entry: Any) -> None:
-        """On the disk when it returns."""
+        """Appends an entry and syncs it to the disk."""
         self._file.write(json.dumps(entry).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -74,7 +74,7 @@ Result = TypeVar("Result")
 
 
 def in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
-    """At most four results per thread wait to be taken; leaving early drops what has not begun."""
+    """At most four results per thread wait to be taken; closing the iterator early cancels the items not begun."""
     pool = ThreadPoolExecutor(threads, "paceline data")
     waiting: deque[Future[Result]] = deque()
     try:

@@ -1,8 +1,8 @@
-"""A folder of images becomes shards: many small files, few large ones, the same training.
+"""Packs a folder of images into shards: few large files instead of many small ones, with the same training result.
 
-First every image is decoded, so that all broken ones are told at once; then their bytes are copied as
-they are, class by class, and the manifest comes last. What is done is in a journal and every file is
-renamed when it is whole, so an interrupted pack goes on where it was and ends with the same bytes.
+First every image is decoded, so that all broken ones are reported at once. Then the bytes are copied unchanged, class
+by class; the manifest is written last. Progress is in a journal, and every file is renamed when it is complete; so an
+interrupted pack resumes where it was and produces the same bytes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from paceline.data.image_folder import Part, Progress
 from paceline.data.ingest import Journal, in_order
 
 SHARD_BYTES = 256 << 20
-QUALITY = 92  # of images made smaller
+QUALITY = 92  # JPEG quality of resized images
 
 
 @dataclass
 class Report:
-    """What was packed. ``skipped``: broken files left out, and why."""
+    """The result of packing. ``skipped``: broken files that were left out, with the reason."""
 
     num_train: int
     num_test: int
@@ -52,41 +52,41 @@ def pack(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Packs what `images.load` would find with the same ``test_fraction`` and ``seed``; call it again to go on.
+    """Packs the images that `images.load` finds with the same ``test_fraction`` and ``seed``. Resumes if called again.
 
-    ``size``: larger images become JPEGs with this short side, in pixels (training needs 256, or more where
-    crops vary); otherwise training from the shards is that from the folder, to the bit. ``progress`` is called with
-    ("check" | "pack", images done, images). Raises ValueError naming the broken images, and for an ``out`` that
-    holds something else.
+    ``size``: larger images become JPEGs with this short side, in pixels (training needs 256, or more where crops
+    vary); by default training from the shards is bit-equal to that from the folder. ``progress`` is called with
+    ("check" | "pack", images done, images). Raises ValueError with the broken images, and for an ``out`` that contains
+    other files.
     """
     root, target, num_threads = Path(folder), Path(out), threads or len(os.sched_getaffinity(0))
     if size is not None and size < 1:
         raise ValueError(f"size is the short side in pixels, 1 or more, got {size}; 256 is what training needs")
     if root.resolve() == target.resolve() or root.resolve() in target.resolve().parents:
-        raise ValueError(f"the shards would lie in the folder they are made of: {target}; choose a place outside")
+        raise ValueError(f"the shards would be inside the folder that is packed: {target}; choose a place outside")
     train, test = folders.find(root, test_fraction, seed)
     names = sorted(folders.members(train) + folders.members(test))
     job = folders.digest(root, names, test_fraction, seed, size, shard_bytes)
     if (target / shards.MANIFEST).exists():
-        return _already(target, job)
+        return _existing(target, job)
     if target.is_dir() and not (target / shards.JOURNAL).exists() and any(target.iterdir()):
-        raise ValueError(f"{target} holds something else; choose an empty or a new folder")
+        raise ValueError(f"{target} contains other files; choose an empty or a new folder")
     with Journal(target / shards.JOURNAL, job) as journal:
         if (target / shards.MANIFEST).exists():  # another process has just finished
-            return _already(target, job)
+            return _existing(target, job)
         broken = folders.check(root, names, journal, num_threads, progress)
         if broken and not skip_broken:
-            faults = {f"- {name}: {reason}" for name, reason in broken.items()}
+            errors = {f"- {name}: {reason}" for name, reason in broken.items()}
             raise ValueError(
-                f"{len(broken)} of {len(names)} images in {root} cannot be read:\n{listing(faults)}\n"
+                f"{len(broken)} of {len(names)} images in {root} cannot be read:\n{listing(errors)}\n"
                 f"Remove these files, create them again, or leave them out with skip_broken (--skip-broken)."
             )
         train, test = folders.find(root, test_fraction, seed, broken)
-        done = _Done(progress, len(names) - len(broken))
+        counter = _Progress(progress, len(names) - len(broken))
         parts: dict[str, dict[str, Any]] = {
             name: {
                 "counts": [len(members) for members in part.values()],
-                "shards": list(_shards(name, part, root, target, shard_bytes, size, journal, num_threads, done)),
+                "shards": list(_shards(name, part, root, target, shard_bytes, size, journal, num_threads, counter)),
             }
             for name, part in (("train", train), ("test", test))
         }
@@ -104,9 +104,9 @@ def pack(
         for path in target.glob(f"*{shards.SUFFIX}*"):
             if path.name not in written:  # of an interrupted pack of an earlier state of the folder
                 path.unlink()
-        aside = target / f"{shards.MANIFEST}.part"
-        aside.write_text(json.dumps(manifest, indent=1))
-        _keep(aside, target / shards.MANIFEST)
+        temporary = target / f"{shards.MANIFEST}.part"
+        temporary.write_text(json.dumps(manifest, indent=1))
+        _publish(temporary, target / shards.MANIFEST)
         journal.remove()
     return _report(manifest)
 
@@ -120,23 +120,23 @@ def _shards(
     size: int | None,
     journal: Journal,
     threads: int,
-    done: _Done,
+    counter: _Progress,
 ) -> Iterator[dict[str, Any]]:
-    """Writes what the journal does not know to be written."""
-    whole = {entry["name"]: entry for entry in journal.done if "name" in entry}
-    for number, images in enumerate(_cut(root, folders.members(part), shard_bytes)):
+    """Writes the shards that are not in the journal."""
+    written_before = {entry["name"]: entry for entry in journal.done if "name" in entry}
+    for number, images in enumerate(_split(root, folders.members(part), shard_bytes)):
         name = f"{part_name}-{number:05}{shards.SUFFIX}"
-        entry = whole.get(name)
+        entry = written_before.get(name)
         if entry is None or not (target / name).exists():
-            entry = {"name": name, **_write(target / name, root, images, size, threads, done)}
+            entry = {"name": name, **_write(target / name, root, images, size, threads, counter)}
             journal.write(**entry)
         else:
-            done.add(len(images))
+            counter.add(len(images))
         yield entry
 
 
-def _cut(root: Path, images: Sequence[str], shard_bytes: int) -> Iterator[list[str]]:
-    """By the sizes of the files, so that the cuts are known before anything is written."""
+def _split(root: Path, images: Sequence[str], shard_bytes: int) -> Iterator[list[str]]:
+    """Divides the images into shards by file size, so that the division is known before any shard is written."""
     cut: list[str] = []
     total = 0
     for image in images:
@@ -151,28 +151,28 @@ def _cut(root: Path, images: Sequence[str], shard_bytes: int) -> Iterator[list[s
 
 
 def _write(
-    path: Path, root: Path, images: Sequence[str], size: int | None, threads: int, done: _Done
+    path: Path, root: Path, images: Sequence[str], size: int | None, threads: int, counter: _Progress
 ) -> dict[str, Any]:
-    aside = path.with_name(f"{path.name}.part")
+    temporary = path.with_name(f"{path.name}.part")
     records = in_order(lambda image: _encoded(folders.read(root, image), size), images, threads)
     try:
-        shards.write_records(aside, done.counted(records))
-        entry = shards.entry_of(aside)
+        shards.write_records(temporary, counter.counted(records))
+        entry = shards.entry_of(temporary)
         if entry["records"] != len(images):
-            raise OSError(f"{entry['records']} of {len(images)} records arrived")
-        _keep(aside, path)
+            raise OSError(f"only {entry['records']} of {len(images)} records were written")
+        _publish(temporary, path)
     except (OSError, RuntimeError) as error:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         free = shutil.disk_usage(path.parent).free
         raise OSError(
             f"packing stopped at {path}: {error}; {free / 1e6:.0f} MB are free there. Fix the cause (free space, the "
-            f"folder of images) and pack again: it goes on here"
+            f"folder of images) and pack again: it resumes here"
         ) from error
     return entry
 
 
 def _encoded(data: bytes, size: int | None) -> bytes:
-    """As it is, or with a short side of ``size`` where that is smaller."""
+    """The image unchanged, or resized to a short side of ``size`` where that is smaller."""
     if size is None:
         return data
     with Image.open(io.BytesIO(data)) as header:
@@ -188,14 +188,14 @@ def _encoded(data: bytes, size: int | None) -> bytes:
     return buffer.getvalue()
 
 
-def _keep(aside: Path, path: Path) -> None:
-    """Renamed when its bytes are on the disk."""
-    with aside.open("rb") as file:
+def _publish(temporary: Path, path: Path) -> None:
+    """Syncs the file to the disk, then renames it."""
+    with temporary.open("rb") as file:
         os.fsync(file.fileno())
-    aside.replace(path)
+    temporary.replace(path)
 
 
-def _already(target: Path, job: str) -> Report:
+def _existing(target: Path, job: str) -> Report:
     manifest = shards.read_manifest(target)
     if manifest["job"] != job:
         raise ValueError(
@@ -216,7 +216,7 @@ def _report(manifest: dict[str, Any]) -> Report:
     )
 
 
-class _Done:
+class _Progress:
     """Counts images for ``progress``."""
 
     def __init__(self, progress: Progress | None, total: int):

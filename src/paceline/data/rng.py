@@ -1,4 +1,4 @@
-"""Random state that follows from numbers, borrowed by code that draws from the global generators."""
+"""Random state derived from numbers, for code that draws from the global generators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def seed_all(*numbers: int) -> None:
-    """torch, NumPy and `random` from here on follow from ``numbers``."""
+    """Seeds torch, NumPy and `random` from ``numbers``."""
     words = np.random.SeedSequence(numbers).generate_state(3)
     torch.manual_seed(int(words[0]))
     np.random.seed(int(words[1]))
@@ -17,7 +17,7 @@ def seed_all(*numbers: int) -> None:
 
 
 class OwnRng:
-    """In its ``with`` blocks the global generators go on where its last block left them; outside they are untouched."""
+    """In its ``with`` blocks the global generators have its own state, which persists from block to block."""
 
     def __init__(self, *numbers: int):
         outside = _state()

@@ -1,7 +1,7 @@
-"""The embedded sample: 6000 training and 1500 test images of clothing, 28x28 grey, three classes.
+"""The embedded sample data: 6000 training and 1500 test images of clothing, 28x28 grey, three classes.
 
-Cut from Fashion-MNIST; paceline/train/sample/README.md tells how. It serves first runs and tests: nothing to
-download, seconds to train.
+A part of Fashion-MNIST; paceline/train/sample/README.md describes how it was made. It is for first runs and tests:
+no download, trained in seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MEAN, STD = 0.279202, 0.359081
 
 
 class Sample:
-    """One part of the sample. It is never augmented: an epoch changes nothing."""
+    """One part of the sample. There is no augmentation: every epoch has the same images."""
 
     classes: tuple[str, ...] = CLASSES
 

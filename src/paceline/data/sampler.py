@@ -1,8 +1,8 @@
-"""Which samples, in what order: a pure function of (seed, epoch, position).
+"""Sampler: the order of samples, a pure function of (seed, epoch, position).
 
-Step t of an epoch uses positions [t B, (t + 1) B) of that epoch's permutation, whoever computes them;
-an assignment says which of those rows are one's own. Nothing is kept per rank, so any number of nodes sees
-the same global sequence, and the state to save is (seed, epoch, step).
+Step t of an epoch uses positions [t B, (t + 1) B) of that epoch's permutation, on any set of processes. An assignment
+determines which of those rows belong to a process. There is no state per rank, so any number of nodes has the same
+global sequence, and the state to save is (seed, epoch, step).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Indices = NDArray[np.int64]
 
 @lru_cache(maxsize=1024)
 def apportion(count: int, shares: tuple[float, ...]) -> tuple[int, ...]:
-    """``count`` rows among nodes in proportion to ``shares``, to within a row: what is left over goes to the largest
-    remainders, and among equals to the lowest ranks.
+    """Divides ``count`` rows among nodes in proportion to ``shares``, to within a row. The remaining rows go to the
+    largest remainders, and among equal ones to the lowest ranks.
 
-    *Laws*: no row is lost; a larger share has no fewer rows; a share of 0 has none; shares that are themselves rows
-    of ``count`` are assigned as they are. The same on every machine: nothing is rounded on the way.
+    *Invariants*: the rows add up to ``count``; a larger share has no fewer rows; a share of 0 has none; shares that add
+    up to ``count`` are returned unchanged. The result is the same on every machine, as the arithmetic is exact.
     """
     total = sum(map(Fraction, shares))
     if not total > 0:
@@ -39,11 +39,11 @@ def apportion(count: int, shares: tuple[float, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One process's place: a node among nodes, with their shares of the work, and a part of the node's rows.
+    """The part of a batch for one process: its node among the nodes, their shares, and its rank in the node.
 
-    ``shares``: numbers that the nodes' rows are in proportion to; None: all alike. ``virtual``: so many shares of the
-    batch, always cut alike, are assigned whole; 0: it is assigned row by row. ``least``: in a batch of less than
-    ``whole`` rows, no process has fewer than these, except none: batch norm may have nothing to normalise in one row.
+    ``shares``: the nodes' rows are in proportion to these; None: equal. ``virtual``: the number of virtual shards into
+    which the batch is divided, and which are assigned whole; 0: single rows are assigned. ``least``: in a batch of less
+    than ``whole`` rows each process has at least so many, or none, as batch norm may fail on a single row.
     """
 
     node: int = 0
@@ -56,7 +56,7 @@ class Assignment:
     whole: int = 0
 
     def rows(self, count: int) -> range:
-        """The rows of a batch of ``count`` that are this process's: contiguous, disjoint, complete, in rank order."""
+        """This process's rows of a batch of ``count``; over all ranks: contiguous, disjoint, complete, in order."""
         nodes = self.rows_per_node(count)
         start, size = sum(nodes[: self.node]), nodes[self.node]
         parts = max(1, min(self.local_size, size // self.least)) if count < self.whole else self.local_size
@@ -64,28 +64,28 @@ class Assignment:
         return range(first, last)
 
     def rows_per_node(self, count: int) -> tuple[int, ...]:
-        """How many of them each node has."""
+        """The number of rows of each node, of a batch of ``count``."""
         if not self.virtual:
-            return self._enough(count)
-        cut = apportion(count, (1,) * self.virtual)
-        return tuple(sum(cut[first:last]) for first, last in self._spans())
+            return self._with_minimum(count)
+        parts = apportion(count, (1,) * self.virtual)
+        return tuple(sum(parts[first:last]) for first, last in self._spans())
 
-    def _enough(self, count: int) -> tuple[int, ...]:
-        """Assigned to as many of the nodes, the largest shares first, as have ``least`` rows then."""
+    def _with_minimum(self, count: int) -> tuple[int, ...]:
+        """Rows for as many nodes, largest shares first, as can each have ``least`` rows."""
         shares = self._shares
         if count >= self.whole or self.least == 1:
             return apportion(count, shares)
         order = sorted(range(self.num_nodes), key=lambda node: (-shares[node], node))
         for number in range(self.num_nodes, 0, -1):
-            those = set(order[:number])
-            rows = apportion(count, tuple(share if node in those else 0 for node, share in enumerate(shares)))
-            if not any(0 < each < self.least for each in rows):
+            chosen = set(order[:number])
+            rows_per_node = apportion(count, tuple(share if node in chosen else 0 for node, share in enumerate(shares)))
+            if not any(0 < rows < self.least for rows in rows_per_node):
                 break
-        return rows
+        return rows_per_node
 
     @property
     def span(self) -> tuple[int, int]:
-        """The node's virtual shares: from, to."""
+        """The node's virtual shards: (first, end)."""
         return self._spans()[self.node]
 
     @property
@@ -98,8 +98,8 @@ class Assignment:
 
 
 def permutation(seed: int, epoch: int, size: int) -> Indices:
-    """All samples once, in this epoch's order. Random words carry the samples' numbers and are sorted."""
-    # NumPy promises the words of a bit generator for ever; it does not promise Generator.permutation
+    """All samples once, in this epoch's order: sorts random words, whose low bits are the sample numbers."""
+    # NumPy guarantees the output of a bit generator for all versions, but not that of Generator.permutation
     words = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(size)
     bits = np.uint64(size.bit_length())
     words = (words >> bits << bits) | np.arange(size, dtype=np.uint64)
@@ -109,7 +109,7 @@ def permutation(seed: int, epoch: int, size: int) -> Indices:
 
 
 def num_steps(size: int, batch_size: int) -> int:
-    """Steps per epoch. The last batch may be short: every sample is used."""
+    """Steps per epoch. The last batch may be short, so that every sample is used."""
     return -(-size // batch_size)
 
 

@@ -1,7 +1,7 @@
-"""Shards: many images in few files (ArrayRecord), and a manifest that says what must be in them.
+"""Shards: many images in few files (ArrayRecord), and a manifest with their sizes and hashes.
 
-Opening compares sizes and numbers of records; every record is hashed, so damage is found when it is read;
-`verify` hashes whole files. Records lie in the folder's order, so index i is the same sample in both.
+Opening compares file sizes and numbers of records. Every record has a hash, which is checked when it is read. `verify`
+hashes whole files. Records are in the folder's order, so index i is the same sample in both.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter  # type: ignore[import-untyped]
 
-from paceline.data.encoded_images import Pictures, listing
+from paceline.data.encoded_images import EncodedImages, listing
 
 MANIFEST, JOURNAL, SUFFIX = "manifest.json", "packing.jsonl", ".array_record"
 FORMAT, VERSION = "paceline shards", 1
-OPEN_FILES = 256  # of one source at a time
-ONE_BLOCK_EACH = "group_size:1,uncompressed"  # a record is a hashed block; encoded images do not shrink
+MAX_OPEN_FILES = 256  # of one source at a time
+WRITER_OPTIONS = "group_size:1,uncompressed"  # each record is a hashed block; encoded images are not compressible
 
 
-class Shards(Pictures):
+class Shards(EncodedImages):
     """One part (train or test) of a packed folder."""
 
     packed = True
@@ -44,7 +44,7 @@ class Shards(Pictures):
         self._readers: dict[str, Any] = {}
 
     def data(self, index: int) -> bytes:
-        name, record = self._place(index)
+        name, record = self._locate(index)
         try:
             data: bytes = self._reader(name).read([record])[0]
         except (RuntimeError, IndexError, OSError) as error:
@@ -52,29 +52,29 @@ class Shards(Pictures):
         return data
 
     def path(self, index: int) -> str:
-        return str(self._root / self._place(index)[0])
+        return str(self._root / self._locate(index)[0])
 
     def name(self, index: int) -> str:
-        name, record = self._place(index)
+        name, record = self._locate(index)
         return f"record {record} of {self._root / name}"
 
-    def said(self) -> Iterable[str]:
+    def identities(self) -> Iterable[str]:
         return self._hashes
 
-    def _place(self, index: int) -> tuple[str, int]:
+    def _locate(self, index: int) -> tuple[str, int]:
         shard = bisect_right(self._starts, index) - 1
         return self._names[shard], index - self._starts[shard]
 
     def _reader(self, name: str) -> Any:
-        reader = self._readers.get(name)  # threads may open one twice, which harms nobody
+        reader = self._readers.get(name)  # two threads may open a file twice, which is harmless
         if reader is None:
-            if len(self._readers) >= OPEN_FILES:
+            if len(self._readers) >= MAX_OPEN_FILES:
                 self._readers.clear()
             reader = self._readers[name] = open_records(self._root / name)
         return reader
 
     def _remedy(self) -> str:
-        return "Copy these shards again from a whole copy, or remove them and pack again."
+        return "Copy these shards again from an intact copy, or remove them and pack again."
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_readers": {}}
@@ -83,16 +83,16 @@ class Shards(Pictures):
 def load(root: Path, seed: int = 0, threads: int | None = None, verify: bool = False) -> tuple[Shards, Shards]:
     """The training and the test part. ``verify`` hashes every file, which takes as long as reading them.
 
-    Raises ValueError naming every file that is missing, damaged or too many.
+    Raises ValueError with every file that is missing, damaged or not in the manifest.
     """
     manifest = read_manifest(root)
-    faults = {fault for entry in _entries(manifest) for fault in _faults(root, entry, verify)}
-    known = {entry["name"] for entry in _entries(manifest)}
-    faults |= {f"- {path.name}: not in {MANIFEST}" for path in root.glob(f"*{SUFFIX}") if path.name not in known}
-    if faults:
+    errors = {error for entry in _entries(manifest) for error in _errors(root, entry, verify)}
+    listed = {entry["name"] for entry in _entries(manifest)}
+    errors |= {f"- {path.name}: not in {MANIFEST}" for path in root.glob(f"*{SUFFIX}") if path.name not in listed}
+    if errors:
         raise ValueError(
-            f"the shards in {root} are not those that were packed:\n{listing(faults)}\n"
-            f"Copy these files again from a whole copy, or remove the folder and pack again."
+            f"the shards in {root} are not those that were packed:\n{listing(errors)}\n"
+            f"Copy these files again from an intact copy, or remove the folder and pack again."
         )
     return (
         Shards(root, manifest["parts"]["train"], manifest["classes"], True, seed, threads),
@@ -101,7 +101,7 @@ def load(root: Path, seed: int = 0, threads: int | None = None, verify: bool = F
 
 
 def packed(root: Path) -> bool:
-    """Whether it holds shards, or will: other programs leave a manifest.json, too."""
+    """Whether the folder has shards, also of an unfinished pack; other programs also write a manifest.json."""
     if (root / JOURNAL).exists() or any(root.glob(f"*{SUFFIX}")):
         return True
     with contextlib.suppress(OSError, ValueError):
@@ -113,8 +113,8 @@ def packed(root: Path) -> bool:
 def read_manifest(root: Path) -> dict[str, Any]:
     """Raises ValueError for a missing, damaged or newer manifest, and for an unfinished pack."""
     if not (root / MANIFEST).exists():
-        what = "was not finished; pack again to go on" if (root / JOURNAL).exists() else f"has no {MANIFEST}"
-        raise ValueError(f"{root} {what}")
+        problem = "was not finished; pack again to resume" if (root / JOURNAL).exists() else f"has no {MANIFEST}"
+        raise ValueError(f"{root} {problem}")
     try:
         manifest: dict[str, Any] = json.loads((root / MANIFEST).read_bytes())
         body = {name: value for name, value in manifest.items() if name != "hash"}
@@ -136,7 +136,7 @@ def hash_of(body: dict[str, Any]) -> str:
 
 
 def entry_of(path: Path) -> dict[str, Any]:
-    """What the manifest says of a file."""
+    """The manifest's entry for a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -148,7 +148,7 @@ def _entries(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return [entry for part in manifest["parts"].values() for entry in part["shards"]]
 
 
-def _faults(root: Path, entry: dict[str, Any], verify: bool) -> list[str]:
+def _errors(root: Path, entry: dict[str, Any], verify: bool) -> list[str]:
     path = root / entry["name"]
     try:
         size = path.stat().st_size
@@ -167,12 +167,12 @@ def _faults(root: Path, entry: dict[str, Any], verify: bool) -> list[str]:
 
 
 def open_records(path: Path) -> Any:
-    # without reading ahead: records are asked for in random order
+    # without read-ahead: records are read in random order
     return ArrayRecordReader(os.fspath(path), "readahead_buffer_size:0")
 
 
 def write_records(path: Path, records: Iterable[bytes]) -> None:
-    writer = ArrayRecordWriter(os.fspath(path), ONE_BLOCK_EACH)
+    writer = ArrayRecordWriter(os.fspath(path), WRITER_OPTIONS)
     try:
         for record in records:
             writer.write(record)

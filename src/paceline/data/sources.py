@@ -1,4 +1,4 @@
-"""Turns what users pass (datasets, tensors, loaders) into a source: samples by index."""
+"""Data sources: turns a dataset, tensors or a DataLoader into a source of samples by index."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Source(Protocol):
-    """Samples by index, collated: a tensor, tuple or dict of them, nested as they come, with the rows first."""
+    """Samples by index, collated: a tensor, or any nesting of tuples and dicts of tensors, with the samples first."""
 
     def __len__(self) -> int: ...
 
@@ -22,7 +22,7 @@ class Source(Protocol):
 
 
 class Collated:
-    """A map-style Dataset, its items collated as a DataLoader would."""
+    """A map-style Dataset, with its items collated as in a DataLoader."""
 
     def __init__(self, dataset: Dataset[Any], collate: Collate = default_collate):
         self.dataset, self.collate = dataset, collate
@@ -32,9 +32,9 @@ class Collated:
 
     @property
     def reads_many(self) -> bool:
-        """Whether it gives several samples at once, under torch's own name for that."""
+        """Whether the dataset gives several samples at once, by torch's ``__getitems__``."""
         dataset = self.dataset
-        while type(dataset) is Subset:  # has torch's name for it, and reads one after the other where the whole does
+        while type(dataset) is Subset:  # always has ``__getitems__``, but reads one by one if the dataset below does
             dataset = dataset.dataset
         return type(dataset) is TensorDataset or callable(getattr(dataset, "__getitems__", None))
 
@@ -42,13 +42,13 @@ class Collated:
         if type(self.dataset) is TensorDataset and self.collate is default_collate:
             return tuple(self.dataset[torch.as_tensor(list(indices))])
         chosen = [int(i) for i in indices]
-        if callable(many := getattr(self.dataset, "__getitems__", None)):
-            return together(list(many(chosen)), self.collate)
-        return together([self.dataset[i] for i in chosen], self.collate)
+        if callable(get_items := getattr(self.dataset, "__getitems__", None)):
+            return collate_items(list(get_items(chosen)), self.collate)
+        return collate_items([self.dataset[i] for i in chosen], self.collate)
 
 
 class Stream:
-    """An iterable dataset: samples in its own order, the same in every process and epoch after epoch anew."""
+    """An iterable dataset: samples in its own order, the same in every process; iterated anew in every epoch."""
 
     def __init__(self, dataset: Iterable[Any], collate: Collate = default_collate):
         self.dataset, self.collate = dataset, collate
@@ -70,7 +70,7 @@ class Stream:
         return iter(self.dataset)
 
     def fetch(self, indices: Sequence[int], epoch: int) -> Any:
-        """Ascending indices are read in one go; going back begins anew."""
+        """Ascending indices are read in one pass; a smaller index starts a new pass."""
         found = []
         for index in indices:
             if index < self._next or self._next < 0:
@@ -79,11 +79,11 @@ class Stream:
                 next(self._items)
             found.append(next(self._items))
             self._next = index + 1
-        return together(found, self.collate)
+        return collate_items(found, self.collate)
 
 
 class Window:
-    """Samples that are already here."""
+    """Samples that are already in memory."""
 
     def __init__(self, items: list[Any], collate: Collate):
         self.items, self.collate = items, collate
@@ -92,11 +92,11 @@ class Window:
         return len(self.items)
 
     def fetch(self, indices: Sequence[int], epoch: int) -> Any:
-        return together([self.items[i] for i in indices], self.collate)
+        return collate_items([self.items[i] for i in indices], self.collate)
 
 
-def together(items: list[Any], collate: Collate) -> Any:
-    """default_collate makes lists of tuples; here a tuple stays one."""
+def collate_items(items: list[Any], collate: Collate) -> Any:
+    """Collates; where default_collate turns a tuple into a list, the result is a tuple again."""
     rows = collate(items)
     return tuple(rows) if isinstance(rows, list) and items and isinstance(items[0], tuple) else rows
 
@@ -126,5 +126,5 @@ def as_source(dataset: Any) -> Source:
 def _is_stream(dataset: Any) -> TypeGuard[Iterable[Any]]:
     if isinstance(dataset, IterableDataset):
         return True
-    # an iterator of its own, such as a generator, ends with its first epoch and cannot be resumed
+    # an iterator, such as a generator, ends with its first epoch and cannot be resumed
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__next__")

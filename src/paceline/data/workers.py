@@ -1,7 +1,7 @@
 """Worker processes that prefetch samples in the order in which they will be needed.
 
-Before each sample that a dataset makes itself the global generators are seeded from (seed, epoch, index), so
-its random changes do not depend on which process makes it.
+Before a dataset makes a sample, the global generators are seeded from (seed, epoch, index), so that the sample's
+augmentation does not depend on the process that makes it.
 """
 
 from __future__ import annotations
@@ -17,60 +17,60 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.data.rng import OwnRng, seed_all
-from paceline.data.sources import Collated, Source, Stream, together
+from paceline.data.sources import Collated, Source, Stream, collate_items
 
-SHM_BYTES = 1 << 30  # with less shared memory than this (containers have 64 MB) rows travel through pipes
+SHM_BYTES = 1 << 30  # with less shared memory than this (containers have 64 MB), samples are sent through pipes
 
 
-class Rows:
-    """torch's DataLoader as a queue: what ``dataset`` gives for each request, or all that it gives."""
+class Prefetcher:
+    """torch's DataLoader as a queue: the item of ``dataset`` for each request; without requests, all its items."""
 
     def __init__(
         self, dataset: Dataset[Any], requests: Iterable[Any] | None, num_processes: int, options: dict[str, Any]
     ):
         settings = {"multiprocessing_context": "fork", **options}
-        settings["worker_init_fn"] = _Beginning(settings.get("worker_init_fn"))
+        settings["worker_init_fn"] = _WorkerInit(settings.get("worker_init_fn"))
         loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=None,
             sampler=requests,
             num_workers=num_processes,
-            generator=torch.Generator(),  # not the global one, which is the training's
-            collate_fn=_as_is if _has_room() else _to_pipe,
+            generator=torch.Generator(),  # not the global one, which training uses
+            collate_fn=_identity if _shm_is_large() else _as_bytes,
             **settings,
         )
-        self._rows: Iterator[Any] | None = iter(loader)
-        self._taken: tuple[int, Any] = -1, None
+        self._iterator: Iterator[Any] | None = iter(loader)
+        self._last: tuple[int, Any] = -1, None
 
     def __next__(self) -> Any:
-        if self._rows is None:
+        if self._iterator is None:
             raise StopIteration
         try:
-            return _mapped(next(self._rows), _Bytes, _Bytes.tensor)
+            return _mapped(next(self._iterator), _Bytes, _Bytes.tensor)
         except BaseException:
             self.close()
             raise
 
     def has(self, number: int) -> bool:
-        """Whether the rows of this request are here or will come."""
-        return self._rows is not None and number >= self._taken[0]
+        """Whether the samples of this request are fetched or will be."""
+        return self._iterator is not None and number >= self._last[0]
 
     def take(self, number: int) -> Any:
-        """The rows of a request; those before it are dropped."""
-        while self._taken[0] < number:
-            self._taken = self._taken[0] + 1, next(self)
-        return self._taken[1]
+        """The samples of a request; those of earlier requests are dropped."""
+        while self._last[0] < number:
+            self._last = self._last[0] + 1, next(self)
+        return self._last[1]
 
     def close(self) -> None:
         """Ends the processes."""
-        # a traceback may hold the iterator, whose own end would come too late
-        if shut_down := getattr(self._rows, "_shutdown_workers", None):
+        # explicitly, because a traceback may keep the iterator alive
+        if shut_down := getattr(self._iterator, "_shutdown_workers", None):
             shut_down()
-        self._rows = None
+        self._iterator = None
 
 
 class Seeded(Dataset[Any]):
-    """A source whose samples do not depend on which process makes them. Asked by a process with (epoch, indices)."""
+    """A source whose samples do not depend on the process that makes them. Its items are (epoch, indices)."""
 
     def __init__(self, source: Source, seed: int):
         self.source, self.seed = source, seed
@@ -90,14 +90,14 @@ class Seeded(Dataset[Any]):
         for index in indices:
             seed_all(self.seed, epoch, index)
             items.append(source.dataset[index])
-        return together(items, source.collate)
+        return collate_items(items, source.collate)
 
     def __len__(self) -> int:
         return len(self.source)
 
 
 class Windows(IterableDataset[Any]):
-    """(epoch, step, samples) of every global batch of a stream. Resuming reads what was used before and drops it."""
+    """(epoch, step, samples) of every global batch of a stream. Resuming reads and drops the samples used before."""
 
     def __init__(
         self, stream: Stream, seed: int, batch_size: int, start: tuple[int, int], epochs: int, drop_last: bool
@@ -111,64 +111,64 @@ class Windows(IterableDataset[Any]):
             generator = OwnRng(self.seed, epoch)
             with generator:
                 items = self.stream.items(epoch)
-                used = step * self.batch_size
-                found = sum(1 for _ in zip(range(used), items, strict=False))
-            if found <= used - self.batch_size:
+                num_used = step * self.batch_size
+                num_read = sum(1 for _ in zip(range(num_used), items, strict=False))
+            if num_read <= num_used - self.batch_size:
                 raise ValueError(
-                    f"the stream ended after {found} samples, {used} were used before; resume with the dataset and "
-                    f"batch size that the position was saved with"
+                    f"the stream ended after {num_read} samples, {num_used} were used before; resume with the dataset "
+                    f"and batch size that the position was saved with"
                 )
             window: list[Any] = [None] * self.batch_size
             while len(window) == self.batch_size:
                 with generator:
                     window = [item for _, item in zip(range(self.batch_size), items, strict=False)]
-                found += len(window)
+                num_read += len(window)
                 if len(window) == self.batch_size or (window and not self.drop_last):
                     yield epoch, step, window
                 step += 1
-            if found < (self.batch_size if self.drop_last else 1):
-                raise ValueError(f"the stream gave {found} samples in epoch {epoch}; one batch is the least")
+            if num_read < (self.batch_size if self.drop_last else 1):
+                raise ValueError(f"the stream gave {num_read} samples in epoch {epoch}; one batch is the minimum")
 
 
-class _Beginning:
-    """What a process does first."""
+class _WorkerInit:
+    """Initialises a worker process."""
 
-    def __init__(self, then: Callable[[int], Any] | None):
-        self.then = then
+    def __init__(self, user_init: Callable[[int], Any] | None):
+        self.user_init = user_init
 
     def __call__(self, number: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # its parent ends it
-        _let_go_of_sockets()
-        if self.then:
-            self.then(number)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+        _close_sockets()
+        if self.user_init:
+            self.user_init(number)
 
 
-def _let_go_of_sockets() -> None:
-    """Others learn of its parent's death by the end of a socket, which must not live on here."""
-    nothing = os.open(os.devnull, os.O_RDWR)
+def _close_sockets() -> None:
+    """Other processes detect the parent's death by the end of its sockets, which must not stay open here."""
+    null = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         try:
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                os.dup2(nothing, int(name))  # closed, and its number not given to anything else
+                os.dup2(null, int(name))  # closed, but its number is not reused
         except OSError:
-            continue  # the listing's own
-    os.close(nothing)
+            continue  # the handle of the listing itself
+    os.close(null)
 
 
-def _has_room() -> bool:
+def _shm_is_large() -> bool:
     try:
         return shutil.disk_usage("/dev/shm").total >= SHM_BYTES
     except OSError:
         return False
 
 
-def _as_is(rows: Any) -> Any:
+def _identity(rows: Any) -> Any:
     return rows
 
 
 class _Bytes:
-    """A tensor as it goes through a pipe."""
+    """A tensor as bytes, to be pickled through a pipe."""
 
     def __init__(self, tensor: torch.Tensor):
         self.bytes = tensor.contiguous().view(-1).view(torch.uint8).numpy()
@@ -178,7 +178,7 @@ class _Bytes:
         return torch.from_numpy(self.bytes).view(self.dtype).view(self.shape)
 
 
-def _to_pipe(rows: Any) -> Any:
+def _as_bytes(rows: Any) -> Any:
     return _mapped(rows, torch.Tensor, _Bytes)
 
 

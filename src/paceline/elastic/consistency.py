@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from paceline import contract, transport
-from paceline.data.encoded_images import Pictures
+from paceline.data.encoded_images import EncodedImages
 from paceline.engine.checks.optimizer_options import OWN
 from paceline.engine.compute.precision import PRECISION
 from paceline.job import Job
@@ -78,7 +78,7 @@ def data_facts(dataset: Any) -> dict[str, Any]:
         parts, dataset = [*parts, dataset.indices], dataset.dataset
     drawn = [list(map(str, indices)) for indices in parts if indices is not None]
     mine: dict[str, Any] = {SAMPLES: _length(dataset)}
-    mine |= dataset.digests() if isinstance(dataset, Pictures) else {}
+    mine |= dataset.digests() if isinstance(dataset, EncodedImages) else {}
     return mine | ({PARTS: _digest(drawn).hex()} if drawn else {})
 
 

@@ -167,7 +167,7 @@ class Heartbeat:
             while not self._closing.is_set() and selector.get_map():
                 ready = selector.select(min(POLL_S, max(0.0, next_beat - time.monotonic())))
                 if (still_s := boottime_s() - self._turn_s) > STILL_S:
-                    self.activity.woke(still_s)
+                    self.activity.note_suspension(still_s)
                     self._woke_s = boottime_s()
                 self._turn_s = boottime_s()
                 for key, _ in ready:
@@ -190,7 +190,7 @@ class Heartbeat:
 
     def _beat(self) -> None:
         """Sends a heartbeat to every peer."""
-        report = json.dumps(self.peer_status() if self.rank == 0 else self.activity.tell()).encode()
+        report = json.dumps(self.peer_status() if self.rank == 0 else self.activity.status()).encode()
         for peer in self._alive():
             if not self._peers[peer].stuck:
                 self._peers[peer].send(b"h", report)
@@ -205,7 +205,7 @@ class Heartbeat:
                 if not stalled or silent_s > self.activity.limit_s:
                     self._declare_dead(peer, (STALLED if stalled else SILENT).format(silent_s))
                     if not stalled:  # it cannot know which of the two is cut off
-                        self.activity.woke(silent_s)
+                        self.activity.note_suspension(silent_s)
                     dead.append(peer)
         return dead
 
@@ -215,7 +215,7 @@ class Heartbeat:
         if messages:
             now = time.monotonic()
             if now - self._received_s[peer] > STILL_S:
-                self.activity.woke(now - self._received_s[peer])
+                self.activity.note_suspension(now - self._received_s[peer])
             self._received_s[peer] = now
         try:
             for kind, body in messages:
@@ -287,7 +287,7 @@ class Heartbeat:
             if peer in found:
                 found[peer]["silent_s"] = round(now - received_s, 1)
                 found[peer]["way_s"] = self._peers[peer].way_s
-        found[self.rank] = {**self.activity.tell(), "silent_s": 0.0}
+        found[self.rank] = {**self.activity.status(), "silent_s": 0.0}
         return {rank: report for rank, report in sorted(found.items()) if rank not in self.left}
 
     def peer_stack(self, rank: int, limit_s: float = ANSWER_S) -> str:
@@ -325,8 +325,8 @@ class Heartbeat:
         if since_s is None or since_s == self._noticed_s or self.dead:
             return
         reports = self.peer_status()
-        absent = activity.missing(reports, self.rank)
-        silent = any(not activity.answers(reports[rank]) for rank in absent)
+        absent = activity.absent_ranks(reports, self.rank)
+        silent = any(not activity.responds(reports[rank]) for rank in absent)
         limit_s = min(LIMIT_S, self.activity.limit_s) if silent else self.activity.limit_s
         # within these seconds a failure is detected and reported
         limit_s += GRACE_S if absent else NONE_MISSING_S

@@ -121,7 +121,7 @@ class Members(transport.Membership):
             raise LinkError("this link was not opened for elastic training")
         link.abandon()
         for _ in range(MAX_RENDEZVOUS):
-            store, generation, ranks = self._reconfiguration.reconfigure(admits, self.activity.doubtful_s)
+            store, generation, ranks = self._reconfiguration.reconfigure(admits, self.activity.suspended_s)
             admits = ()
             try:
                 new = type(link).of(store, generation, detect(self.activity), self.activity)

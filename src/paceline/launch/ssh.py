@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from paceline.environment import FORMERLY, wait_s
+from paceline.environment import FORMER_NAMES, wait_s
 from paceline.launch import detach
 from paceline.launch.child_processes import kill
 from paceline.launch.doctor.preflight import SSH_FAILED
@@ -35,7 +35,7 @@ START_S = 8.0  # after Ctrl-C, for a host that has not started anything yet
 CARRIED = ("PACELINE_", "GLOO_", "NCCL_", "OMP_NUM_THREADS")
 NOT_CARRIED = (  # variables that describe this machine
     *("PACELINE_HOST", "PACELINE_STATUS", "PACELINE_SSH", "PACELINE_LOCAL_SIZES", "PACELINE_NODE"),
-    *("PACELINE_JOIN_TICKET", FORMERLY["PACELINE_JOIN_TICKET"]),
+    *("PACELINE_JOIN_TICKET", FORMER_NAMES["PACELINE_JOIN_TICKET"]),
 )
 
 

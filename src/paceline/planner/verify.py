@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.environment import FORMERLY
+from paceline.environment import FORMER_NAMES
 from paceline.launch import local, ssh
 from paceline.launch.child_processes import ScratchFolder
 from paceline.launch.deploy.packages import needed
@@ -81,7 +81,7 @@ def verify(command: Sequence[str], steps: int, nodes: int, engine: str, dtype: s
         _check_ended(bool(finished(distributed)), code, steps, "on all nodes")
         alone = {**os.environ, "PACELINE_ENGINE": BASELINE}
         ticket = "PACELINE_JOIN_TICKET"
-        for name in ("PACELINE_LOCAL_SIZES", "PACELINE_NODES", ticket, FORMERLY[ticket]):
+        for name in ("PACELINE_LOCAL_SIZES", "PACELINE_NODES", ticket, FORMER_NAMES[ticket]):
             alone.pop(name, None)
         # set explicitly, since mpirun and srun set other values
         begin = time.monotonic()

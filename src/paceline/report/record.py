@@ -1,7 +1,7 @@
 """The event log: one JSON line per event, with its time, in a file that any tool can follow.
 
-Lines are whole or absent: one write each, by one thread at a time; what a full disk or a killed run cut short is cut
-off again before the next line. docs/record.md names the events and their fields.
+Lines are complete or absent: one write for each, by one thread at a time. A line that a full disk or a killed run left
+incomplete is removed before the next line. docs/record.md names the events and their fields.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ TAIL_BYTES = 1 << 16
 class Record:
     """Appends to ``folder/record.jsonl``; without a folder, nothing is written.
 
-    Any thread may write. A full disk is reported once on stderr: training goes on, events are lost until it
-    takes some again.
+    Any thread may write. A full disk is reported once on stderr; training continues, and events are lost meanwhile.
     """
 
     def __init__(self, folder: Path | None = None):
@@ -39,7 +38,7 @@ class Record:
             self.open(folder)
 
     def open(self, folder: Path) -> None:
-        """From now on events are written there."""
+        """Opens the file in ``folder``, to which events are appended from then on."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -65,7 +64,7 @@ class Record:
             before = os.fstat(file).st_size
             if os.write(file, line) < len(line):
                 os.ftruncate(file, before)
-                raise OSError("the disk took only a part of a line")
+                raise OSError("only a part of a line could be written")
         except OSError as error:
             if not self._reported:
                 self._reported = True
@@ -75,7 +74,7 @@ class Record:
                 )
 
     def _cut_torn_line(self) -> None:
-        """What a killed run left without its newline would spoil the first line of this one."""
+        """Removes a last line without newline, which a killed run left; it would corrupt the first line of this run."""
         assert self._file is not None
         size = end = os.fstat(self._file).st_size
         while end > 0:
@@ -89,7 +88,7 @@ class Record:
 
 
 def _plain(value: Any) -> Any:
-    """JSON knows no infinity and no NaN: they become words. Six digits are enough for a measurement."""
+    """JSON has no infinity and no NaN: they become strings. Floats are rounded to six digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
@@ -100,7 +99,7 @@ def _plain(value: Any) -> Any:
 
 
 def events(folder: Path) -> Iterator[dict[str, Any]]:
-    """The events of a run, one by one. A last line that is not whole yet, or never will be, is left out.
+    """The events of a run, one by one. An incomplete last line is left out.
 
     *Raises* ValueError for a folder without a record, a record without an event, or a broken line.
     """
@@ -111,18 +110,18 @@ def events(folder: Path) -> Iterator[dict[str, Any]]:
         raise ValueError(
             f"{folder} holds no {NAME}, so it is not a run; give the folder that training named as its run"
         )
-    whole = 0
+    count = 0
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):
-                whole += 1
-                yield parse(line, f"{path}, line {whole}")
-    if whole == 0:
+                count += 1
+                yield parse(line, f"{path}, line {count}")
+    if count == 0:
         raise ValueError(f"{path} is empty: the run ended before its first event; train again, or give another run")
 
 
 def parse(line: bytes, where: str) -> dict[str, Any]:
-    """The event of one whole line. Raises ValueError, which names ``where``."""
+    """The event of one complete line. Raises ValueError, which names ``where``."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         event = json.loads(line)
         if isinstance(event, dict) and isinstance(event["event"], str) and math.isfinite(event["time"]):
@@ -134,17 +133,17 @@ def parse(line: bytes, where: str) -> dict[str, Any]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """The file is there whole or not at all, whichever other process writes it."""
+    """Writes the file atomically, also where several processes write it at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """All events of a run, as `events` gives them."""
+    """All events of a run, as a list. Raises as `events` does."""
     return list(events(folder))

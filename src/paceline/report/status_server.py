@@ -1,9 +1,9 @@
-"""Status server: each process of a run answers on a socket of its machine what it is doing now.
+"""Status server: each process of a run reports its current activity on a socket of its machine.
 
-A Linux abstract socket leaves nothing behind. Nobody is answered but processes of the same user, and of root, and
-nobody else is asked.
+A Linux abstract socket leaves no file behind. The server answers only processes of the same user and of root. A client
+that is not root queries only servers of its own user.
 
-    who asks -> process: one JSON object in a line      process -> who asks: one JSON object, and the end
+    client -> server: one JSON object in a line      server -> client: one JSON object, then the connection is closed
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from paceline.transport import Membership
 
 PREFIX = "paceline-live-"
-LIMIT_S, SOON_S = 3.0, 1.0
-MAX_BYTES = 1 << 12  # of a question
+TIMEOUT_S, STACKS_TIMEOUT_S = 3.0, 1.0
+MAX_BYTES = 1 << 12  # of a request
 
-Answer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+Handler = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class StatusServer:
-    """Answers from a thread of its own until `close`."""
+    """Serves requests from a thread of its own until `close`."""
 
-    def __init__(self, answer: Answer):
-        self._answer = answer
+    def __init__(self, handler: Handler):
+        self._handler = handler
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server.bind(f"\0{PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
         self._server.listen()
@@ -48,23 +48,23 @@ class StatusServer:
     def _run(self) -> None:
         while True:
             try:
-                line, _ = self._server.accept()
+                connection, _ = self._server.accept()
             except OSError:
                 return
-            with line, contextlib.suppress(Exception):  # no question, however odd, is the last
-                line.settimeout(LIMIT_S)
-                if _user(line) in (0, os.getuid()):
-                    question = json.loads(line.makefile("rb").readline(MAX_BYTES))
-                    line.sendall(json.dumps(self._answer(question)).encode())
+            with connection, contextlib.suppress(Exception):  # an invalid request must not stop the server
+                connection.settimeout(TIMEOUT_S)
+                if _user(connection) in (0, os.getuid()):
+                    request = json.loads(connection.makefile("rb").readline(MAX_BYTES))
+                    connection.sendall(json.dumps(self._handler(request)).encode())
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # ends the wait for the next
+            self._server.shutdown(socket.SHUT_RDWR)  # ends `accept` in the thread
         self._server.close()
 
 
 class Run(Protocol):
-    """Of a training (`step.run_state.RunState`)."""
+    """The parts of `step.run_state.RunState` that `status` reads."""
 
     world: LaunchEnvironment
     folder: Path | None
@@ -76,11 +76,11 @@ class Run(Protocol):
     identity: str
 
 
-def status(run: Run, question: Mapping[str, Any]) -> dict[str, Any]:
-    """What a process says of its training; asked for ``stacks``, with its own and those of the ranks that are named."""
-    world, mine = run.world, run.activity.tell()
-    everyone = run.members.peer_status() or {world.node: mine}
-    said = {
+def status(run: Run, request: Mapping[str, Any]) -> dict[str, Any]:
+    """The reply to a request; with ``stacks``, a list of ranks, also the stacks of this process and of those ranks."""
+    world, own = run.world, run.activity.status()
+    statuses = run.members.peer_status() or {world.node: own}
+    reply = {
         "run": os.environ.get("PACELINE_RUN", ""),
         "folder": str(run.folder.absolute().resolve()) if run.folder else "",
         "command": sys.argv,
@@ -89,62 +89,62 @@ def status(run: Run, question: Mapping[str, Any]) -> dict[str, Any]:
         "num_nodes": world.num_nodes,
         "local_rank": world.local_rank,
         "local_size": world.local_size,
-        "mine": mine,
-        "everyone": everyone,
+        "mine": own,
+        "everyone": statuses,
     }
-    if (ranks := question.get("stacks")) is not None:
-        others = {rank: run.members.peer_stack(rank) for rank in everyone if rank in ranks}
-        said["stacks"] = {
+    if (ranks := request.get("stacks")) is not None:
+        others = {rank: run.members.peer_stack(rank) for rank in statuses if rank in ranks}
+        reply["stacks"] = {
             run.identity: run.activity.stack(),
-            **{f"rank {rank} on {everyone[rank]['host']}": stack for rank, stack in others.items()},
+            **{f"rank {rank} on {statuses[rank]['host']}": stack for rank, stack in others.items()},
         }
-    return said
+    return reply
 
 
 def names() -> list[str]:
-    """Of all that answer on this machine."""
-    listed = Path("/proc/net/unix").read_bytes().decode(errors="replace")  # anybody may choose a name
+    """The names of all status servers on this machine."""
+    listed = Path("/proc/net/unix").read_bytes().decode(errors="replace")  # other programs' names may be any bytes
     return sorted(set(re.findall(rf"@({PREFIX}\d+-\S+)", listed)))
 
 
-def query(name: str, limit_s: float = LIMIT_S, **question: Any) -> dict[str, Any] | None:
-    """None where nobody answers in time, or another user does."""
-    with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
-        line.settimeout(limit_s)
-        line.connect(f"\0{name}")
-        if os.getuid() and _user(line) != os.getuid():
+def query(name: str, timeout_s: float = TIMEOUT_S, **request: Any) -> dict[str, Any] | None:
+    """The server's reply; None where it does not reply in time, or belongs to another user."""
+    with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(f"\0{name}")
+        if os.getuid() and _user(connection) != os.getuid():
             return None
-        line.sendall(json.dumps(question).encode() + b"\n")
-        answer = json.loads(line.makefile("rb").read())
-        return answer if isinstance(answer, dict) else None
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        reply = json.loads(connection.makefile("rb").read())
+        return reply if isinstance(reply, dict) else None
     return None
 
 
 def state(name: str) -> str:
-    """Of who does not answer: its number, the kernel's word for it and its command; empty for another user's."""
+    """The pid, kernel state and command of a process that does not reply; '' where they are unknown."""
     pid = name.removeprefix(PREFIX).partition("-")[0]
     with contextlib.suppress(OSError, ValueError):
-        place = Path("/proc") / pid
-        if os.getuid() in (0, place.stat().st_uid):
-            words = re.search(r"^State:\s*\S+ \((.+)\)", (place / "status").read_text(), re.MULTILINE)
-            command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            return f"pid {pid}, {words[1] if words else 'gone'}: {command}"
+        process = Path("/proc") / pid
+        if os.getuid() in (0, process.stat().st_uid):
+            found = re.search(r"^State:\s*\S+ \((.+)\)", (process / "status").read_text(), re.MULTILINE)
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            return f"pid {pid}, {found[1] if found else 'gone'}: {command}"
     return ""
 
 
 def stacks(pids: Collection[int]) -> str:
-    """Where these processes of this machine stand, as far as they answer within a second."""
-    end, found = time.monotonic() + SOON_S, ""
-    with contextlib.suppress(Exception):  # who asks is training: no name or answer, however odd, ends it
+    """The stacks of these processes of this machine, as far as they reply within STACKS_TIMEOUT_S."""
+    end, found = time.monotonic() + STACKS_TIMEOUT_S, ""
+    with contextlib.suppress(Exception):  # the caller trains: an invalid name or reply must not end it
         for name in names():
             if time.monotonic() < end and int(name.removeprefix(PREFIX).partition("-")[0]) in pids:
-                answer = query(name, max(0.1, end - time.monotonic()), stacks=[])
-                for who, stack in (answer or {}).get("stacks", {}).items():
-                    found += f"{who}:\n{stack}"
+                reply = query(name, max(0.1, end - time.monotonic()), stacks=[])
+                for process, stack in (reply or {}).get("stacks", {}).items():
+                    found += f"{process}:\n{stack}"
     return found
 
 
-def _user(line: socket.socket) -> int:
-    """The user id at the other end."""
-    _, uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+def _user(connection: socket.socket) -> int:
+    """The user id of the peer."""
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return int(uid)

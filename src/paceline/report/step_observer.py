@@ -1,4 +1,4 @@
-"""Step observers: hooks that the training step calls, and that replace no part of it."""
+"""Step observers: hooks that the training step calls; they replace no part of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from paceline.messages import Gradient, StepOutcome, UpdateRule, Vote
 
 @dataclass(frozen=True)
 class StepSummary:
-    """A step that is over: its number, what came of it, and what it took.
+    """A finished step: its number, outcome, time and traffic.
 
-    ``spent``: parts of ``seconds``, by name. ``sent_bytes``: by this rank. ``facts``: what the caller adds.
+    ``spent``: parts of ``seconds``, by name. ``sent_bytes``: by this rank. ``facts``: fields that the caller adds.
     """
 
     step: int
@@ -27,48 +27,47 @@ class StepSummary:
 
 
 class StepObserver:
-    """Told of every step, in every process that has it; all are told in one order, and none stands in for another.
+    """Called at every step, in every process that has the observer. All observers are called, in a fixed order.
 
-    ``key``: under which a node that joins late is handed its `state`; empty: it has none.
+    ``key``: the name under which a joining node receives the observer's `state`; empty for an observer without state.
     """
 
     key = ""
 
     def takes(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
-        """A step begins. Returns the batch, or as much of it as this training takes. ``own``: of a loop of the user's
-        own, which has read it before."""
+        """A step begins. Returns the batch, or the part of it that is trained on. ``own``: the batch comes from the
+        user's own training loop, which has read it already."""
         return batch
 
     def reads(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
-        """Rows of a batch are about to be read: in a step, or before it by a loop of the user's own. Returns the batch,
-        or as this training sees it."""
+        """Called before samples are read, in a step or earlier in the user's own loop. Returns the batch to read."""
         return batch
 
     def offering(self, offer: Callable[[Gradient], None]) -> Callable[[Gradient], None]:
-        """A gradient is about to be computed. Returns what takes its buckets' gradients."""
+        """A gradient is about to be computed. Returns the function that receives the gradient of each bucket."""
         return offer
 
     def votes(self, vote: Vote) -> None:
-        """The gradient is computed; what this process is about to say of the step."""
+        """The gradient is computed. ``vote``: this process's vote on the step, which is about to be sent."""
 
     def again(self, step: int, outcome: StepOutcome) -> None:
-        """All is as before the step, which is computed again next."""
+        """The step was rolled back, and is computed again next."""
 
     def applies(self, outcome: StepOutcome, rule: UpdateRule) -> Callable[[], None] | None:
-        """Before a step's update; what is returned is called once it was applied."""
+        """Called before a step's update. The returned function is called after the update."""
         return None
 
     def updated(self, outcome: StepOutcome) -> None:
         """The step is applied, or skipped. May raise, in all processes."""
 
     def averaged(self) -> None:
-        """All nodes have the same weights again, where they do not agree on every step."""
+        """Local SGD has averaged the weights: all nodes have the same weights again."""
 
     def ends(self, summary: StepSummary) -> None:
         """The step is over."""
 
     def state(self) -> Any:
-        """What a node that joins late must know."""
+        """The state that a joining node receives."""
 
     def load(self, state: Any) -> None:
-        """What `state` gave elsewhere."""
+        """Loads the `state` of another node."""

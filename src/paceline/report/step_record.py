@@ -12,19 +12,19 @@ from paceline.transport import Control
 
 
 class StepRecord(StepObserver):
-    """Of one process; ``terms``: each named part of the last step's loss, as a mean."""
+    """Writes the events of one process; ``terms``: the mean of each component of the last step's loss, by name."""
 
     def __init__(self, record: Record, engine: Engine, exchange: Exchange, control: Control):
         self.record, self.engine, self.exchange, self.control = record, engine, exchange, control
         self.terms: dict[str, float] = {}
-        self._why: list[str] = []
+        self._reasons: list[str] = []
 
     def again(self, step: int, outcome: StepOutcome) -> None:
         self.record.write("redo", step=step, drift=outcome.drift)
 
     def ends(self, summary: StepSummary) -> None:
         outcome, vote = summary.outcome, summary.outcome.vote
-        means = zip(self.engine.terms, vote.terms, strict=False)  # a process without rows knows no names
+        means = zip(self.engine.terms, vote.terms, strict=False)  # a process without samples knows no names
         self.terms = {name: total / vote.weight if vote.weight else math.nan for name, total in means}
         self.record.write(
             "step",
@@ -42,6 +42,6 @@ class StepRecord(StepObserver):
             **({"samples": vote.samples} if vote.samples else {}),
             **summary.facts,
         )
-        if (why := list(self.exchange.explain())) != self._why:
-            self.record.write("forms", step=summary.step, forms=list(self.exchange.forms()), why=why)
-            self._why = why
+        if (reasons := list(self.exchange.explain())) != self._reasons:
+            self.record.write("forms", step=summary.step, forms=list(self.exchange.forms()), why=reasons)
+            self._reasons = reasons

@@ -1,6 +1,6 @@
-"""Experiment trackers: a record is passed on to TensorBoard, MLflow or Weights & Biases, during a run or afterwards.
+"""Experiment trackers: forwards the event log to TensorBoard, MLflow or Weights & Biases, during a run or afterwards.
 
-Training knows nothing of this: it writes its record, and whoever likes follows it, from this process or another one.
+Training only writes its event log; this module follows the file, in the same process or in another one.
 Each number of an event becomes a scalar named ``event/field``, such as ``step/loss`` or ``usage/cpu_percent``.
 """
 
@@ -19,12 +19,12 @@ from typing import Any, Protocol
 from paceline.report.record import NAME, events, parse
 
 PROJECT = "paceline"
-BATCH = 1000  # metrics that MLflow takes at once
-TOLD = ("step", "epoch", "usage", "checkpoint")
+BATCH = 1000  # metrics that MLflow accepts in one call
+EVENTS = ("step", "epoch", "usage", "checkpoint")
 
 
 class Tracker(Protocol):
-    """What a follower needs of a tracker. ``rewind`` is called when a resumed run does a step again."""
+    """The interface of a tracker. ``rewind`` is called when a resumed run repeats a step."""
 
     def describe(self, facts: Mapping[str, Any]) -> None: ...
     def scalars(self, values: Mapping[str, float], step: int, time_s: float) -> None: ...
@@ -33,12 +33,12 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-def follow(run: Path, tracker: str, live: bool = False, poll_s: float = 1.0, quiet_s: float | None = None) -> int:
-    """Passes a run's record on. Returns how many scalars were sent.
+def follow(run: Path, tracker: str, live: bool = False, poll_s: float = 1.0, timeout_s: float | None = None) -> int:
+    """Forwards a run's event log. Returns how many scalars were sent.
 
-    ``live`` goes on until an `end` event is the last, or until nothing has come for ``quiet_s`` seconds. Where it goes:
-    TensorBoard to the run's folder "tensorboard"; MLflow to MLFLOW_TRACKING_URI, W&B as WANDB_MODE says, both under
-    the project "paceline" unless MLFLOW_EXPERIMENT_NAME or WANDB_PROJECT name another.
+    ``live`` follows the log until its last event is `end`, or until no event was added for ``timeout_s`` seconds.
+    Destinations: TensorBoard to the run's folder "tensorboard"; MLflow to MLFLOW_TRACKING_URI; W&B as WANDB_MODE says;
+    the project "paceline", unless MLFLOW_EXPERIMENT_NAME or WANDB_PROJECT name another.
 
     *Raises* ValueError for an unknown tracker, one whose package is missing, and as `record.events` does.
     """
@@ -46,7 +46,7 @@ def follow(run: Path, tracker: str, live: bool = False, poll_s: float = 1.0, qui
         near = difflib.get_close_matches(tracker.lower(), [*TRACKERS, *ALIASES], n=1)
         hint = f"; did you mean {ALIASES.get(near[0], near[0])!r}?" if near else ""
         raise ValueError(f"no tracker named {tracker!r}; known: {', '.join(TRACKERS)}{hint}")
-    source = _tail(run, poll_s, quiet_s) if live else iter(events(run))
+    source = _tail(run, poll_s, timeout_s) if live else iter(events(run))
     first = next(source, None)  # a folder without a record is reported before a tracker is opened
     sink, last, num_scalars = TRACKERS[tracker](run), -1, 0
     try:
@@ -62,11 +62,11 @@ def follow(run: Path, tracker: str, live: bool = False, poll_s: float = 1.0, qui
 
 
 def _send(sink: Tracker, event: Mapping[str, Any], last: int) -> tuple[int, int]:
-    """Returns the last step, and how many scalars there were."""
+    """Returns the last step, and how many scalars were sent."""
     kind = event["event"]
     if kind in ("join", "plan"):
         sink.describe({f"{kind}/{key}": value for key, value in event.items() if key not in ("event", "time")})
-    if kind not in TOLD:
+    if kind not in EVENTS:
         return last, 0
     if kind == "step" and isinstance(event.get("step"), int):
         if event["step"] <= last:
@@ -88,26 +88,26 @@ def _numbers(event: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
-def _tail(run: Path, poll_s: float, quiet_s: float | None) -> Iterator[dict[str, Any] | None]:
-    """Whole lines as they come; None when there is nothing new."""
-    path, number, seen, ended = run / NAME, 0, time.monotonic(), False
+def _tail(run: Path, poll_s: float, timeout_s: float | None) -> Iterator[dict[str, Any] | None]:
+    """The events of complete lines as they are written; None when there is no new one."""
+    path, number, received_s, ended = run / NAME, 0, time.monotonic(), False
     if not path.is_file():
-        next(events(run))  # says what is missing
+        next(events(run))  # raises an error that says what is missing
     with path.open("rb") as file:
         while True:
             start = file.tell()
             line = file.readline()
             if line.endswith(b"\n"):
-                number, seen = number + 1, time.monotonic()
+                number, received_s = number + 1, time.monotonic()
                 event = parse(line, f"{path}, line {number}")
                 yield event
                 ended = event["event"] == "end"
                 continue
-            if ended:  # and nobody has gone on from there
+            if ended:  # and no process has resumed the run
                 return
             file.seek(start)
             yield None
-            if quiet_s is not None and time.monotonic() - seen > quiet_s:
+            if timeout_s is not None and time.monotonic() - received_s > timeout_s:
                 return
             time.sleep(poll_s)
 
@@ -144,50 +144,50 @@ class MLflow:
 
     def __init__(self, run: Path):
         package = _package("mlflow-skinny", "MLflow", "mlflow")
-        self._lost = package.exceptions.MlflowException
+        self._error_type = package.exceptions.MlflowException
         self._entities = importlib.import_module("mlflow.entities")
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         try:
             self._client = package.MlflowClient()
-            known = self._client.get_experiment_by_name(name)
-            experiment = known.experiment_id if known else self._client.create_experiment(name)
+            existing = self._client.get_experiment_by_name(name)
+            experiment = existing.experiment_id if existing else self._client.create_experiment(name)
             self._id = self._client.create_run(experiment, run_name=run.resolve().name).info.run_id
         except package.exceptions.MlflowException as error:
             raise ValueError(f"MLflow does not take the run: {error}; set MLFLOW_TRACKING_URI to its server") from error
-        self._waiting: list[Any] = []
-        self._broken = False
+        self._queue: list[Any] = []
+        self._failed = False
 
     def describe(self, facts: Mapping[str, Any]) -> None:
         for name, value in facts.items():
-            # a parameter may be set once, and a resumed run joins again; a tag may be set anew
+            # a parameter may be set only once, but a resumed run joins again; a tag may be overwritten
             self._call(self._client.set_tag, self._id, name, str(value)[:5000])
 
     def scalars(self, values: Mapping[str, float], step: int, time_s: float) -> None:
-        self._waiting += [self._entities.Metric(name, v, int(1000 * time_s), step) for name, v in values.items()]
-        if len(self._waiting) >= BATCH:
+        self._queue += [self._entities.Metric(name, v, int(1000 * time_s), step) for name, v in values.items()]
+        if len(self._queue) >= BATCH:
             self.flush()
 
     def rewind(self, step: int) -> None:
-        """MLflow keeps both values of a step; the later one is the one with the later time."""
+        """MLflow keeps both values of a step, each with its time."""
 
     def flush(self) -> None:
-        while self._waiting:
-            self._call(self._client.log_batch, self._id, self._waiting[:BATCH])
-            del self._waiting[:BATCH]
+        while self._queue:
+            self._call(self._client.log_batch, self._id, self._queue[:BATCH])
+            del self._queue[:BATCH]
 
     def close(self) -> None:
-        if not self._broken:
+        if not self._failed:
             self.flush()
             self._call(self._client.set_terminated, self._id)
 
-    def _call(self, what: Callable[..., object], *given: Any) -> None:
+    def _call(self, function: Callable[..., object], *args: Any) -> None:
         try:
-            what(*given)
-        except self._lost as error:
-            self._broken = True
+            function(*args)
+        except self._error_type as error:
+            self._failed = True
             raise ValueError(
-                f"MLflow takes no more: {error}; what it has stays there, and the record holds everything: pass it on "
-                f"again when the server answers"
+                f"MLflow no longer accepts data: {error}; the data sent so far stay there, and the event log has all: "
+                f"run `paceline track` again when the server responds"
             ) from error
 
 
@@ -202,7 +202,7 @@ class WandB:
             self._run = package.init(project=project, name=run.resolve().name, dir=str(run), settings=settings)
         except package.Error as error:
             raise ValueError(f"W&B does not take the run: {error}; `wandb login`, or set WANDB_MODE=offline") from error
-        # its own step may only grow; ours goes back when a run is resumed
+        # W&B's own step may only increase; ours decreases when a run is resumed
         self._run.define_metric("*", step_metric="at_step")
 
     def describe(self, facts: Mapping[str, Any]) -> None:
@@ -212,7 +212,7 @@ class WandB:
         self._run.log({**values, "at_step": step, "at_time": time_s})
 
     def rewind(self, step: int) -> None:
-        """W&B draws both values of a step, the later one later."""
+        """W&B shows both values of a step, in the order of their time."""
 
     def flush(self) -> None:
         """W&B sends by itself."""

@@ -1,6 +1,6 @@
 """Resource usage of the machine during training: processors, memory, disks, network, GPUs, once a second.
 
-What pidstat and sar show, for the run's own processes and for the whole machine. docs/record.md names the fields.
+The values of pidstat and sar, for the run's own processes and for the whole machine. docs/record.md names the fields.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import psutil
 from paceline.report.log import log
 from paceline.report.record import Record
 
-SHARE = 0.001  # of one core, for each kind of look: what takes longer is looked at more rarely
+MAX_COST = 0.001  # of one core, for each probe: a probe that takes longer runs less often
 STOP_S = 2.0
 FINAL_S = 0.1
 INNER = ("lo", "docker", "veth", "br-", "virbr")  # interfaces that do not leave the machine, or count twice
@@ -29,10 +29,10 @@ class Usage:
     """Writes a ``usage`` event into a record every ``interval_s``, from a thread of its own, until `stop`.
 
     ``root`` is the process whose tree counts as the run: by default this process, or its parent where a launcher has
-    started several of them on this node (LOCAL_WORLD_SIZE). What this machine does not tell is absent from the events
-    and named in a ``hint``. Nothing is raised into training.
+    started several processes on this node (LOCAL_WORLD_SIZE). A value that this machine does not provide is absent from
+    the events and named in a ``hint``. No error is raised into training.
 
-    *Cost*: below half a percent of one core, by construction: each of four looks (process table, processes, machine,
+    *Cost*: below half a percent of one core, by construction: each of four probes (process table, processes, machine,
     PSS) waits a thousand times as long as it took, if that is more than its interval.
     """
 
@@ -42,13 +42,13 @@ class Usage:
         launched = os.environ.get("LOCAL_WORLD_SIZE", "1") not in ("", "0", "1")
         self.record, self.interval_s = record, interval_s
         tree = Tree(root or (os.getppid() if launched else os.getpid()))
-        self._looks = [
-            Look(max(10.0, interval_s), [tree.scan]),
-            Look(interval_s, [tree.usage]),
-            Look(interval_s, [_Cores(), _memory, _Rates(_disks), _Rates(_network), _Rates(_switches), _gpus]),
-            Look(max(5.0, interval_s), [tree.pss]),
+        self._probes = [
+            Probe(max(10.0, interval_s), [tree.scan]),
+            Probe(interval_s, [tree.usage]),
+            Probe(interval_s, [_Cores(), _memory, _Rates(_disks), _Rates(_network), _Rates(_switches), _gpus]),
+            Probe(max(5.0, interval_s), [tree.pss]),
         ]
-        self._ending = threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline usage", daemon=True)
 
     def start(self) -> Usage:
@@ -56,8 +56,8 @@ class Usage:
         return self
 
     def stop(self) -> None:
-        """One last look, and no more. Takes at most STOP_S, whatever the machine does."""
-        self._ending.set()
+        """Takes one last sample and ends the thread. Waits at most STOP_S."""
+        self._stop.set()
         if self._thread.is_alive():
             self._thread.join(STOP_S)
 
@@ -69,33 +69,33 @@ class Usage:
 
     def _run(self) -> None:
         try:
-            self._look()
-            while not self._ending.wait(self.interval_s):
-                self._look()
-            self._look()
+            self._sample()
+            while not self._stop.wait(self.interval_s):
+                self._sample()
+            self._sample()
         except Exception as error:
-            log.warning(f"no more usage in the record: {error!r}")
+            log.warning(f"resource usage is no longer recorded in the event log: {error!r}")
 
-    def _look(self) -> None:
-        now, seen = time.monotonic(), Fields()
-        for look in self._looks:
-            seen |= look.take(now, self._ending.is_set())
-            for hint in look.hints:
+    def _sample(self) -> None:
+        now, found = time.monotonic(), Fields()
+        for probe in self._probes:
+            found |= probe.take(now, self._stop.is_set())
+            for hint in probe.hints:
                 self.record.write("hint", text=hint)
-            look.hints.clear()
-        if seen:
-            self.record.write("usage", **seen)
+            probe.hints.clear()
+        if found:
+            self.record.write("usage", **found)
 
 
-class Look:
-    """Instruments read together, no more often than every ``every_s`` and than their cost allows."""
+class Probe:
+    """Instruments that are read together, at most every ``every_s`` and as often as their cost allows."""
 
     def __init__(self, every_s: float, instruments: Iterable[Callable[[float], Fields]]):
         self.every_s, self.instruments, self.hints = every_s, list(instruments), list[str]()
         self.due, self.last = 0.0, 0.0
 
     def take(self, now: float, final: bool = False) -> Fields:
-        """*Units*: ``now`` in monotonic seconds. A final look is taken early, if there was time to see anything."""
+        """*Units*: ``now`` in monotonic seconds. A final reading is taken early, if the last one is FINAL_S ago."""
         since = now - self.last
         if now < self.due and not (final and since > FINAL_S):
             return {}
@@ -107,21 +107,21 @@ class Look:
                 self.instruments.remove(instrument)
                 name = getattr(instrument, "__name__", type(instrument).__name__).strip("_").lower()
                 self.hints.append(f"usage: {name} cannot be read on this machine ({error!r}); left out from here on")
-        # a tenth of grace: a timer that comes a little early must not skip a look
-        self.due = now + max(0.9 * self.every_s, (time.thread_time() - start) / SHARE)
+        # 10 % tolerance: a timer that fires slightly early must not skip a reading
+        self.due = now + max(0.9 * self.every_s, (time.thread_time() - start) / MAX_COST)
         self.last = now
         return found
 
 
 class Tree:
-    """A process and all below it: processor time, memory."""
+    """Processor time and memory of a process and all its descendants."""
 
     def __init__(self, root: int):
         self.root = root
         self.spent: dict[psutil.Process, tuple[float, float]] = {}
 
     def scan(self, since: float) -> Fields:
-        """Who is there: the dear part, for it means reading the whole process table."""
+        """Finds the processes. This is the expensive part, because it reads the whole process table."""
         known, self.spent = self.spent, {}
         try:
             root = psutil.Process(self.root)
@@ -154,7 +154,7 @@ class Tree:
         return fields
 
     def pss(self, since: float) -> Fields:
-        """Pages shared by k processes count 1/k in each: the sum is what the run really takes."""
+        """Pages shared by k processes count 1/k in each, so the sum is the memory that the run occupies."""
         total = 0
         for process in list(self.spent):
             try:
@@ -165,7 +165,7 @@ class Tree:
 
 
 class _Rates:
-    """Counters that only grow become amounts per second; the first reading gives none."""
+    """Turns cumulative counters into amounts per second; the first reading gives none."""
 
     def __init__(self, read: Callable[[], dict[str, int]]) -> None:
         self.read, self.__name__ = read, read.__name__
@@ -196,7 +196,7 @@ def _switches() -> dict[str, int]:
 
 
 class _Cores:
-    """Share of time in which each core was busy, and the machine's waits for disks and for its host."""
+    """Share of time in which each core was busy, and the machine's waits for disks (iowait) and its host (steal)."""
 
     def __init__(self) -> None:
         self.before: list[Any] = []
@@ -235,17 +235,17 @@ def _memory(since: float) -> Fields:
 
 
 def _gpus(since: float) -> Fields:
-    """Only where training has already woken CUDA: to wake it for a look would cost hundreds of MB."""
+    """GPU usage, only where training has initialised CUDA: to initialise it here would cost hundreds of MB."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return {}
     gpus = []
     for index in range(torch.cuda.device_count()):
         if not torch.cuda.memory_reserved(index):
-            continue  # nobody's, or another process's: to ask would open a context there
+            continue  # not used by this process: a query would open a context there
         free, total = torch.cuda.mem_get_info(index)
         gpu: Fields = {"gpu": index, "memory_used_bytes": total - free, "memory_bytes": total}
-        with contextlib.suppress(Exception):  # needs the driver's own library in Python, which few have
+        with contextlib.suppress(Exception):  # needs the package nvidia-ml-py, which is rarely installed
             gpu["percent"] = torch.cuda.utilization(index)
         gpus.append(gpu)
     return {"gpus": gpus}

@@ -56,7 +56,7 @@ class ForwardStateSync(StepObserver):
 
     def votes(self, vote: Vote) -> None:
         self._rank, self._had_samples = self.run.world.rank, vote.weight > 0
-        vote.idle, vote.source = not self._had_samples, self._rank if self._had_samples else Vote.NOBODY
+        vote.idle, vote.source = not self._had_samples, self._rank if self._had_samples else Vote.NO_SOURCE
         vote.moves = len(self._to_sync())
 
     def updated(self, outcome: StepOutcome) -> None:

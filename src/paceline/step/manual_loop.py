@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.contract import GlobalBatch, Share
-from paceline.data.batches import Given
+from paceline.data.batches import UserBatch
 from paceline.engine.checks.loss_graph import refuse_scaled
 from paceline.engine.compute.batch import mapped, samples
 from paceline.messages import Vote
@@ -141,8 +141,8 @@ class ManualLoop:
         finally:
             run.clip = previous
 
-    def _given(self) -> Given:
-        return Given(None, float(self.run.job.batch_size))
+    def _given(self) -> UserBatch:
+        return UserBatch(None, float(self.run.job.batch_size))
 
     def _refuse(self) -> None:
         self.refuses()

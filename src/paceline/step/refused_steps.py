@@ -19,7 +19,7 @@ def refuse(run: RunState, outcome: StepOutcome) -> None:
     vote, together, step = outcome.vote, run.exchange.consensus == "step", run.num_steps
     if outcome.decision is Decision.COMMIT and (nothing := _trains_nothing(vote, together)):
         raise NoGradient(f"step {step} trains nothing: {nothing}. Weights are those before the step")
-    if vote.unlike and together and (how := _unlike_options(run)):
+    if vote.options_differ and together and (how := _unlike_options(run)):
         raise UnlikeOptions(
             f"the optimizer's numbers differ between processes at step {step}: {how}. Change them on all "
             f"alike, as a scheduler does. Weights are those before the step"

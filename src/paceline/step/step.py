@@ -93,7 +93,7 @@ def _commit(
                 vote = exchange.collect(vote)
         except LinkError as error:
             engine.rollback(snapshot)
-            with run.activity.at(activity.MEETING):
+            with run.activity.at(activity.RENDEZVOUS):
                 outcome = control.recover(error)
         except BaseException as error:
             engine.rollback(snapshot)

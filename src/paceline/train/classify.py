@@ -1,4 +1,4 @@
-"""Classifies images by a checkpoint: the most likely classes and their probabilities."""
+"""Inference: classifies images with the weights of a checkpoint; gives the most likely classes and probabilities."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from paceline.train.network import network
 
 ROWS = 32  # images at a time
 COLOUR, GREY = (3, 224, 224), (1, 28, 28)
-NEEDED = {"model": "its name", "classes": "their names", "input": "the shape of an image"}
+REQUIRED = {"model": "its name", "classes": "their names", "input": "the shape of an image"}
 
 
 class Prediction(NamedTuple):
-    """``top``: classes and probabilities, the likeliest first."""
+    """``top``: classes and probabilities, the most likely first."""
 
     image: Path
     top: list[tuple[str, float]]
@@ -32,59 +32,59 @@ class Prediction(NamedTuple):
 
 @torch.no_grad()
 def predict(checkpoint: Path, images: Sequence[Path], top: int = 3) -> list[Prediction]:
-    """The ``top`` likeliest classes of each image, in the order given; images are prepared as in a test.
+    """The ``top`` most likely classes of each image, in the order given; preprocessing is that of a test.
 
-    ``checkpoint`` is a run's folder (its newest whole checkpoint), a checkpoint's folder or an exported file. One
-    whose model is a ``package.module:function`` of yours has that imported and called: trust where it came from.
-    Raises ValueError for what is missing, no image or does not fit, CheckpointError for a damaged checkpoint.
+    ``checkpoint`` is a run's folder (its newest complete checkpoint), a checkpoint's folder or an exported file. If its
+    model is a ``package.module:function``, that function is imported and called: use only checkpoints that you trust.
+    Raises ValueError for a missing file, no image or weights that do not fit, CheckpointError for a damaged checkpoint.
     """
     if top < 1 or not images:
         raise ValueError(f"predict needs one image or more and top >= 1, got {len(images)} images and top={top}")
-    faults = [f"- {path}: {'a folder' if path.is_dir() else 'no such file'}" for path in images if not path.is_file()]
-    if faults:
-        raise ValueError("these are no images:\n" + "\n".join(faults) + "\nAccepted: image files; check the paths.")
+    errors = [f"- {path}: {'a folder' if path.is_dir() else 'no such file'}" for path in images if not path.is_file()]
+    if errors:
+        raise ValueError("these are no images:\n" + "\n".join(errors) + "\nAccepted: image files; check the paths.")
     weights, facts = _open(checkpoint)
     classes, prepare = facts["classes"], _preparation(facts["input"])
-    model = _filled(facts["model"], len(classes), weights, checkpoint).eval()
-    found, paths = [], iter(images)
+    model = _load_model(facts["model"], len(classes), weights, checkpoint).eval()
+    predictions, paths = [], iter(images)
     while batch := list(islice(paths, ROWS)):
-        answer = model(prepare(batch))
-        if not isinstance(answer, Tensor) or answer.shape != (len(batch), len(classes)):
-            what = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
+        output = model(prepare(batch))
+        if not isinstance(output, Tensor) or output.shape != (len(batch), len(classes)):
+            what = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(
-                f"model {facts['model']!r} answers {len(batch)} images with {what}; "
+                f"model {facts['model']!r} returns {what} for {len(batch)} images; "
                 f"predict needs logits of shape {(len(batch), len(classes))}, for {len(classes)} classes"
             )
-        if not answer.isfinite().all():
-            raise ValueError(f"{checkpoint} answers with values that are not finite: its training had diverged")
-        for path, row in zip(batch, answer.double().softmax(1), strict=True):
+        if not output.isfinite().all():
+            raise ValueError(f"the model of {checkpoint} returns values that are not finite: its training had diverged")
+        for path, row in zip(batch, output.double().softmax(1), strict=True):
             best = row.topk(min(top, len(classes)))
             pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-            found.append(Prediction(path, [(classes[index], probability) for probability, index in pairs]))
-    return found
+            predictions.append(Prediction(path, [(classes[index], probability) for probability, index in pairs]))
+    return predictions
 
 
 def _open(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and facts, all that is needed among them."""
+    """Weights and metadata, with all that is REQUIRED."""
     if path.is_file():
         weights, facts = load(path)
     else:
-        found = read(path) if (path / TREE).exists() else read_newest(path)
-        if found is None:
+        checkpoint = read(path) if (path / TREE).exists() else read_newest(path)
+        if checkpoint is None:
             raise ValueError(
                 f"there is no checkpoint in {path}{'' if path.exists() else ', which does not exist'}; accepted: "
                 "the folder of a run, one of its folders checkpoint-NNNNNNNN, or exported weights (.safetensors)"
             )
-        weights, facts = found.weights, found.facts
-    if missing := [f"{name} ({what})" for name, what in NEEDED.items() if not facts.get(name)]:
+        weights, facts = checkpoint.weights, checkpoint.facts
+    if missing := [f"{name} ({what})" for name, what in REQUIRED.items() if not facts.get(name)]:
         raise ValueError(
-            f"{path} does not say {', '.join(missing)}, so its network cannot be built; accepted: what "
+            f"{path} does not contain {', '.join(missing)}, so its network cannot be built; accepted: what "
             "`paceline train` writes, or weights exported with these facts"
         )
     return weights, facts
 
 
-def _filled(name: str, num_classes: int, weights: Mapping[str, Tensor], checkpoint: Path) -> nn.Module:
+def _load_model(name: str, num_classes: int, weights: Mapping[str, Tensor], checkpoint: Path) -> nn.Module:
     model = network(name).build(num_classes)
     try:
         model.load_state_dict(weights)
@@ -111,15 +111,15 @@ def _colour(paths: Sequence[Path]) -> Tensor:
 
 
 def _grey(paths: Sequence[Path]) -> Tensor:
-    """*Shapes*: (n, 1, 28, 28). The embedded sample shows light things on black, and so should these."""
-    pixels, faults = np.empty((len(paths), *GREY), np.float32), []
+    """*Shapes*: (n, 1, 28, 28). The images should show light objects on black, as the embedded sample does."""
+    pixels, errors = np.empty((len(paths), *GREY), np.float32), []
     for slot, path in enumerate(paths):
         try:
             with Image.open(path) as file:
                 grey = ImageOps.exif_transpose(file).convert("L")
                 pixels[slot, 0] = np.asarray(grey.resize(GREY[1:], Image.Resampling.BILINEAR))
         except Exception as error:  # decoders of damaged files raise almost anything
-            faults.append(f"- {path}: {error}")
-    if faults:
-        raise ValueError(f"cannot read {len(faults)} images:\n" + "\n".join(faults) + "\nAccepted: complete images.")
+            errors.append(f"- {path}: {error}")
+    if errors:
+        raise ValueError(f"cannot read {len(errors)} images:\n" + "\n".join(errors) + "\nAccepted: complete images.")
     return torch.from_numpy(pixels).div_(255).sub_(sample.MEAN).div_(sample.STD)

@@ -1,14 +1,14 @@
-"""LARS: SGD with momentum, in which the size of a layer's step follows the size of its weights.
+"""LARS: SGD with momentum, in which the step of each layer is scaled by the norm of its weights.
 
 trust = c |w| / (|g| + decay |w| + eps), buffer = momentum buffer + trust (g + decay w), w = w - lr buffer
 
-*Use*: global batches of thousands, with warm-up and the "poly" decay (`schedule`). *Start*: the learning rate is of
-another scale than SGD's: at 1 and trust 0.001 a gradient moves a layer by a thousandth of its norm. *Clashes with*:
-weights of which a process holds only slices, since their norms are needed.
+*Use*: global batches of thousands, with warm-up and the "poly" decay (`lr_schedule`). *Start*: the learning rate has
+another scale than SGD's: at 1 and trust 0.001 a gradient moves a layer by a thousandth of its norm. *Incompatible with*
+weights of which a process holds only slices, since LARS needs their norms.
 
 *Source*: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", arXiv 1708.03888 (2017).
-We differ: the learning rate is outside the momentum, as in torch.optim.SGD, so its changes need no correction; biases
-and normalisation weights (fewer than two dimensions) have neither trust nor decay.
+Differences here: the learning rate is outside the momentum, as in torch.optim.SGD, so its changes need no correction;
+biases and normalisation weights (fewer than two dimensions) have neither trust nor decay.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 
 
 class LARS(torch.optim.Optimizer):
-    """Takes what torch.optim.SGD takes, and ``trust``. State: one ``momentum_buffer`` per parameter.
+    """Arguments as of torch.optim.SGD, and ``trust``. State: one ``momentum_buffer`` per parameter.
 
-    Where weights or gradient are zero trust is 1. Raises ValueError, all faults at once.
+    Where weights or gradient are zero, trust is 1. Raises ValueError with all errors at once.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class LARS(torch.optim.Optimizer):
         eps: float = 1e-8,
     ):
         options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "eps": eps}
-        faults = [f"{name} must be at least 0, got {value}" for name, value in options.items() if not value >= 0]
-        if faults:
-            raise ValueError("LARS: " + "; ".join(faults))
+        errors = [f"{name} must be at least 0, got {value}" for name, value in options.items() if not value >= 0]
+        if errors:
+            raise ValueError("LARS: " + "; ".join(errors))
         super().__init__(params, options)
 
     @torch.no_grad()
@@ -49,11 +49,11 @@ class LARS(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            alike: dict[tuple[torch.dtype, torch.device, bool], list[Tensor]] = {}
+            groups_alike: dict[tuple[torch.dtype, torch.device, bool], list[Tensor]] = {}
             for weight in group["params"]:
                 if weight.grad is not None:
-                    alike.setdefault((weight.dtype, weight.device, weight.ndim > 1), []).append(weight)
-            for (_, _, layered), weights in alike.items():
+                    groups_alike.setdefault((weight.dtype, weight.device, weight.ndim > 1), []).append(weight)
+            for (_, _, layered), weights in groups_alike.items():
                 self._update(weights, group, layered)
         return loss
 
@@ -83,7 +83,7 @@ class LARS(torch.optim.Optimizer):
 
 
 def _trusts(weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> Tensor:
-    """*Shapes*: (len(weights),). Norms of 16-bit tensors are summed in 32 bits: in 16 they overflow."""
+    """*Shapes*: (len(weights),). Norms of 16-bit tensors are computed in 32 bits, because in 16 bits they overflow."""
     wide = torch.promote_types(weights[0].dtype, torch.float32)
     w = torch.stack(torch._foreach_norm(weights, 2, wide))
     g = torch.stack(torch._foreach_norm(grads, 2, wide))

@@ -1,7 +1,7 @@
-"""Learning rate for a global batch: none, linear, sqrt; warm-up; decay.
+"""Learning-rate schedule for a global batch: scaling (none, linear, sqrt), warm-up, decay.
 
-A schedule is a factor on each group's own learning rate, a function of the number of applied steps and nothing
-else, so it can be resumed anywhere.
+A schedule is a factor on each group's own learning rate. It depends only on the number of applied steps, so it can be
+resumed at any step.
 
 *Source*: linear rule, gradual warm-up per step and step decay at 30, 60 and 80 of 90 epochs: Goyal et al.,
 arXiv 1706.02677 (2017); cosine: Loshchilov and Hutter, arXiv 1608.03983 (2016), equation 5, without restarts;
@@ -24,9 +24,9 @@ NINTHS = (3, 6, 8)  # of all steps, where "step" divides by ten
 
 
 def scaled(lr: float, batch_size: int, base_batch_size: int, rule: str = "linear") -> float:
-    """The learning rate for ``batch_size`` rows per step, where ``lr`` suits ``base_batch_size``.
+    """The learning rate for ``batch_size`` samples per step, where ``lr`` was chosen for ``base_batch_size``.
 
-    With k the quotient of the batch sizes: linear k lr, sqrt k^0.5 lr, none lr.
+    With k the ratio of the batch sizes: linear k lr, sqrt k^0.5 lr, none lr.
     """
     if rule not in RULES:
         raise ValueError(f"no learning-rate scaling named {rule!r}; known: {', '.join(RULES)}")
@@ -36,15 +36,15 @@ def scaled(lr: float, batch_size: int, base_batch_size: int, rule: str = "linear
 
 
 def factor(step: int, warmup_steps: int, decay: str, total_steps: int | None, start: float) -> float:
-    """What the learning rate is multiplied by after so many applied steps; exactly 1 where the warm-up ends."""
+    """The factor on the learning rate after ``step`` applied steps; exactly 1 where the warm-up ends."""
     if step < warmup_steps:
         return start + (1 - start) * step / warmup_steps
     if total_steps is None or decay == "none":
         return 1.0
     if decay == "step":
         return 10.0 ** -sum(9 * step >= part * total_steps for part in NINTHS)
-    left = max(0.0, (total_steps - step) / (total_steps - warmup_steps))
-    return left**2 if decay == "poly" else math.sin(math.pi / 2 * left) ** 2
+    remaining = max(0.0, (total_steps - step) / (total_steps - warmup_steps))
+    return remaining**2 if decay == "poly" else math.sin(math.pi / 2 * remaining) ** 2
 
 
 def make(
@@ -55,30 +55,30 @@ def make(
     total_steps: int | None = None,
     start: float | None = None,
 ) -> LRScheduler | None:
-    """The schedule to be stepped once per applied step; None where the learning rate never changes.
+    """The schedule, to be stepped once per applied step; None where the learning rate never changes.
 
-    ``start`` is the share of the target at which warm-up begins: base batch size over batch size in Goyal's
-    recipe; by default 1 / (warmup_steps + 1), even steps up from nothing. Warm-up counts as part of
-    ``total_steps``. Raises ValueError, all faults at once.
+    ``start`` is the fraction of the target at which warm-up begins: base batch size over batch size in Goyal's
+    recipe; by default 1 / (warmup_steps + 1), equal increments from zero. Warm-up is a part of ``total_steps``.
+    Raises ValueError with all errors at once.
     """
-    faults = []
+    errors = []
     if warmup_steps < 0:
-        faults.append(f"warmup_steps must be at least 0, got {warmup_steps}")
+        errors.append(f"warmup_steps must be at least 0, got {warmup_steps}")
     if start is not None and not 0 <= start <= 1:
-        faults.append(f"start is a share of the target, between 0 and 1, got {start}")
+        errors.append(f"start is a share of the target, between 0 and 1, got {start}")
     if decay not in DECAYS:
-        faults.append(f"no decay named {decay!r}; known: {', '.join(DECAYS)}")
+        errors.append(f"no decay named {decay!r}; known: {', '.join(DECAYS)}")
     elif decay != "none":
         parts = NINTHS[0] if decay == "step" else 9  # of all steps, before which warm-up must end
         if total_steps is None:
-            faults.append(f"decay {decay!r} needs total_steps, the number of steps of the whole run")
+            errors.append(f"decay {decay!r} needs total_steps, the number of steps of the whole run")
         elif 9 * warmup_steps >= parts * total_steps:
-            faults.append(
+            errors.append(
                 f"warmup_steps={warmup_steps} leaves no room for decay {decay!r} in total_steps={total_steps}; warm up "
                 f"for fewer than {parts * total_steps / 9:g} steps, train for more, or use decay 'none'"
             )
-    if faults:
-        raise ValueError("schedule: " + "; ".join(faults))
+    if errors:
+        raise ValueError("schedule: " + "; ".join(errors))
     if not warmup_steps and decay == "none":
         return None
     if start is None:
@@ -89,7 +89,7 @@ def make(
 
 
 class _Schedule(LambdaLR):
-    """Sets the optimizer's learning rates when it is loaded too, so it may be loaded before or after the optimizer."""
+    """Also sets the optimizer's learning rates when it is loaded, so it may be loaded before or after the optimizer."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -1,4 +1,4 @@
-"""A network by name: one of `models/`, or the user's own as package.module:function."""
+"""Networks by name: one of `models/`, or the user's own as package.module:function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Network:
-    """``build(num_classes)`` makes it. ``input``: the shape of one image, or None for whatever the data gives."""
+    """``build(num_classes)`` returns the model. ``input``: the shape of one image, or None for any shape."""
 
     name: str
     build: Callable[[int], nn.Module]
@@ -29,19 +29,19 @@ class Network:
 
 
 def network(name: str) -> Network:
-    """Raises ValueError. A module of the user's is imported from here, the current folder or PYTHONPATH."""
+    """Imports a user's module from the current folder or PYTHONPATH. Raises ValueError."""
     if ":" not in name:
         own = registry.module("models", name)
         return Network(name, own.build, own.INPUT, own.LEARNING_RATE, own.MOMENTUM, own.BATCH_SIZE, own.EPOCHS)
     module, _, function = name.partition(":")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
+    if (cwd := os.getcwd()) not in sys.path:
+        sys.path.insert(0, cwd)
     try:
         factory: Any = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"cannot get model {name!r}: {error}; accepted: package.module:function with a function of the number of "
-            f"classes, importable in {here} or by PYTHONPATH; or one of {', '.join(registry.names('models'))}"
+            f"classes, importable in {cwd} or by PYTHONPATH; or one of {', '.join(registry.names('models'))}"
         ) from error
     if not callable(factory):
         raise ValueError(f"model {name!r} is a {type(factory).__name__}, not a function of the number of classes")

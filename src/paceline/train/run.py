@@ -1,6 +1,7 @@
-"""The main job: a named model on images, packed or in folders, or on the embedded sample. Written as a user would.
+"""The job of `paceline train`: trains a named model on images (folder or shards) or on the embedded sample.
 
-python -m paceline.train.run SETTINGS (as JSON) is what the launcher starts; the run's folder is PACELINE_FOLDER.
+It is written like a user's script. The launcher starts python -m paceline.train.run SETTINGS (as JSON); the folder of
+the run is PACELINE_FOLDER.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from paceline import registry
 from paceline.data import images, input_advice, sample
-from paceline.data.encoded_images import Pictures
+from paceline.data.encoded_images import EncodedImages
 from paceline.errors import CheckpointError, LinkError
 from paceline.messages import Vote
 from paceline.pace import Pace
@@ -32,27 +33,27 @@ from paceline.train.lars import LARS
 from paceline.train.network import Network, network
 from paceline.train.settings import Settings
 
-GREY, COLOUR = (1, 28, 28), (3, 224, 224)  # the sample's images, and everybody else's
-_met: list[bool] = []
+GREY, COLOUR = (1, 28, 28), (3, 224, 224)  # the sample's images, and all others
+_joined: list[bool] = []
 RATES = {"adam": 0.001, "adamw": 0.001}
 
 
 def sources(settings: Settings) -> tuple[Any, Any]:
-    """What to train on, and what to test on. Raises ValueError."""
+    """The training and the test data. Raises ValueError."""
     if settings.data is None:
         return sample.load()
     return images.load(settings.data, settings.test_fraction, seed=settings.seed, skip_broken=settings.skip_broken)
 
 
 def check(settings: Settings) -> None:
-    """Raises ValueError for what cannot be trained, before any process is started."""
+    """Raises ValueError for settings that cannot be trained, before any process is started."""
     net = network(settings.model_name)
-    given = GREY if settings.data is None else COLOUR
-    if net.input and given != net.input:
+    image_shape = GREY if settings.data is None else COLOUR
+    if net.input and image_shape != net.input:
         remedy = "add --data FOLDER" if settings.data is None else "use --model alexnet"
         raise ValueError(
             f"model {settings.model_name!r} takes images of shape {net.input}, "
-            f"{settings.data or 'the embedded sample'} gives {given}; {remedy}"
+            f"{settings.data or 'the embedded sample'} gives {image_shape}; {remedy}"
         )
     if settings.device not in ("auto", "cpu"):
         try:
@@ -63,19 +64,19 @@ def check(settings: Settings) -> None:
         registry.parse(room, getattr(settings, room))
 
 
-def check_same(here: dict[str, Any], kept: dict[str, Any], run: str) -> None:
-    """Raises ValueError where a run's checkpoints are of another training than the one asked for, or of other data."""
+def check_same(current: dict[str, Any], saved: dict[str, Any], run: str) -> None:
+    """Raises ValueError where a run's checkpoints were made with other options or other data than this training."""
     changes = {
-        "classes": "the classes are {here}, and were {kept}: a label means something else now",
-        "images": "there are {here} images to train on and to test on, and were {kept}: some would change sides; "
-        "put back what is missing, or begin a new run, which leaves unreadable ones out by --skip-broken",
-        "asked": "it was asked for with {here}, and then with {kept}",
+        "classes": "the classes are {now}, and were {before}: a label means something else now",
+        "images": "there are {now} images to train on and to test on, and were {before}: some would swap "
+        "sides; restore the missing ones, or begin a new run, which leaves unreadable ones out by --skip-broken",
+        "asked": "its options are {now}, and were {before}",
     }
     for name, text in changes.items():
-        if name in kept and name in here and kept[name] != here[name]:
-            what = text.format(here=here[name] or "no options", kept=kept[name] or "none")
+        if name in saved and name in current and saved[name] != current[name]:
+            what = text.format(now=current[name] or "the defaults", before=saved[name] or "the defaults")
             raise ValueError(
-                f"the checkpoints in {run} are of another run: {what}; give another --out, or what it was begun with"
+                f"the checkpoints in {run} are of another run: {what}; give another --out, or the options of that run"
             )
 
 
@@ -97,17 +98,17 @@ def make_optimizer(settings: Settings, net: Network, model: torch.nn.Module, bat
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Trains in this process, as one of however many there are. Returns what came of it."""
+    """Trains in this process, which may be one of several. Returns the result of the last epoch."""
     check(settings)
     net = network(settings.model_name)
     train, test = sources(settings)
     torch.manual_seed(settings.seed)
-    wanted = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    model = net.build(len(train.classes)).to(wanted)
+    device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    model = net.build(len(train.classes)).to(device)
     batch_size, epochs = settings.batch_size or net.batch_size, settings.epochs or net.epochs
     optimizer = make_optimizer(settings, net, model, batch_size)
     steps = -(-len(train) // batch_size)
-    # from the unscaled rate to the scaled one, where it was scaled up (Goyal et al. 2017)
+    # warm-up from the unscaled rate to the scaled one, where it was scaled up (Goyal et al. 2017)
     start = min(1.0, lr_schedule.scaled(1.0, net.batch_size, batch_size, settings.lr_scaling))
     scheduler = lr_schedule.make(
         optimizer,
@@ -133,20 +134,20 @@ def run(settings: Settings) -> dict[str, Any]:
         keep=settings.keep,
         shares=settings.shares,
     )
-    _met.append(True)
+    _joined.append(True)
     with pace:
         shape = list(net.input or (GREY if settings.data is None else COLOUR))
-        asked: dict[str, Any] = {"asked": settings.fixed}
+        compared: dict[str, Any] = {"asked": settings.fixed}
         if settings.data is None or images.divides(settings.data):
-            asked["images"] = [len(train), len(test)]
-        facts = {"model": net.name, "classes": list(train.classes), "input": shape, **asked}
+            compared["images"] = [len(train), len(test)]
+        facts = {"model": net.name, "classes": list(train.classes), "input": shape, **compared}
         pace.facts = facts
         resumed = pace.folder and pace.restore()
         if resumed:
             check_same(facts, pace.facts, str(pace.folder))
         if resumed and pace.leader and not settings.json:
-            left = "nothing is left to do" if pace.epoch >= epochs else f"epoch {pace.epoch + 1} of {epochs} is next"
-            print(f"resumed after step {pace.num_steps}: {left}")
+            upcoming = "all epochs are done" if pace.epoch >= epochs else f"epoch {pace.epoch + 1} of {epochs} is next"
+            print(f"resumed after step {pace.num_steps}: {upcoming}")
         result = _epochs(pace, train, test, epochs, batch_size, settings)
         if pace.folder:
             pace.export(pace.folder / "weights.safetensors")
@@ -159,35 +160,35 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, batch_size: int, set
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     options: dict[str, Any] = {"transient": True, "disable": quiet or not sys.stdout.isatty(), "refresh_per_second": 4}
     result: dict[str, Any] = {"epochs": pace.epoch}
-    if pace.epoch and not pace.next_step:  # resumed where an epoch ended: its test may not have been made
+    if pace.epoch and not pace.next_step:  # resumed at the end of an epoch, whose test may be missing
         result["test_accuracy"] = pace.evaluate(test)
         console.print(f"epoch {pace.epoch}/{epochs}: test accuracy {result['test_accuracy']:.1%}")
     with Progress(*columns, console=console, **options) as progress:
-        bar, tally = progress.add_task("first step", total=None), Tally()
+        bar, totals = progress.add_task("first step", total=None), EpochSums()
         waited_s, begin, first = 0.0, time.perf_counter(), pace.num_steps
         for batch in pace.batches(train, epochs=epochs, workers=settings.workers):
             pace.step(batch)
-            tally.add(pace.agreement.vote)
+            totals.add(pace.agreement.vote)
             waited_s += batch.wait_s
             steps = batch.num_steps or 1
             done = batch.epoch * steps + batch.step + 1
-            text = f"epoch {batch.epoch + 1}/{epochs}: {tally}"
+            text = f"epoch {batch.epoch + 1}/{epochs}: {totals}"
             progress.update(bar, completed=done, total=epochs * steps, description=text)
             every = settings.save_every
             if pace.folder and (batch.ends_epoch or (every and pace.num_steps % every == 0)):
                 pace.save(wait=False)
             if batch.ends_epoch:
-                sums = tally.sums()
+                sums = totals.sums()
                 accuracy = pace.evaluate(test)
                 result = {"epochs": batch.epoch + 1, "test_accuracy": accuracy, **sums}
                 pace.record.write("epoch", epoch=batch.epoch, **result)
                 console.print(f"{text}, test accuracy {accuracy:.1%}")
-                tally = Tally()
+                totals = EpochSums()
     num_steps = pace.num_steps - first
-    if pace.leader and isinstance(train, Pictures) and num_steps:
-        with contextlib.suppress(OSError, RuntimeError):  # it packs some images, for which there may be no room
-            each_s = (time.perf_counter() - begin) / num_steps
-            hint = _input_hint(train, waited_s / num_steps, each_s, batch_size, settings)
+    if pace.leader and isinstance(train, EncodedImages) and num_steps:
+        with contextlib.suppress(OSError, RuntimeError):  # it packs some images, which may need more room
+            step_s = (time.perf_counter() - begin) / num_steps
+            hint = _input_hint(train, waited_s / num_steps, step_s, batch_size, settings)
             pace.record.write("hint", text=hint)
             console.print(hint)
     if settings.json and pace.leader:
@@ -195,19 +196,19 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, batch_size: int, set
     return result
 
 
-def _input_hint(train: Pictures, wait_s: float, whole_s: float, rows: int, settings: Settings) -> str:
-    """Whether packing or more decoding would help, by measurement; nothing is measured where steps hardly wait."""
+def _input_hint(train: EncodedImages, wait_s: float, total_s: float, rows: int, settings: Settings) -> str:
+    """Whether packing or more decoding would help, by measurement; not measured where steps hardly wait."""
     costs = input_advice.Costs(0.0, 0.0, 0.0)
-    if wait_s > input_advice.LITTLE * whole_s:
+    if wait_s > input_advice.MIN_GAIN * total_s:
         with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
             costs = input_advice.measure(train, Path(scratch))
     cores = len(os.sched_getaffinity(0))
     return input_advice.advise(
-        wait_s, whole_s - wait_s, rows, costs, settings.workers or train.threads, cores, train.packed
+        wait_s, total_s - wait_s, rows, costs, settings.workers or train.threads, cores, train.packed
     )
 
 
-class Tally:
+class EpochSums:
     """Sums over the steps of an epoch."""
 
     def __init__(self) -> None:
@@ -237,9 +238,9 @@ def main() -> None:
         run(Settings.from_json(sys.argv[1] if len(sys.argv) > 1 else "{}"))
     except (ValueError, OSError) as error:
         if isinstance(error, LinkError | CheckpointError):
-            raise  # which have messages of their own
-        # before the processes have met all say the same; later a fault may be in one process's rows alone
-        if os.environ.get("LOCAL_RANK", "0") == "0" or _met:
+            raise  # these have messages of their own
+        # before `join` all processes raise the same error; later an error may be in one process's samples alone
+        if os.environ.get("LOCAL_RANK", "0") == "0" or _joined:
             log.error(str(error))
         sys.exit(2)
 

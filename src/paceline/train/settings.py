@@ -1,4 +1,4 @@
-"""Settings of `paceline train`. Imports no torch, so that a plan once made starts at once."""
+"""Settings of `paceline train`. Does not import torch, so that a cached plan starts without delay."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.data.load_balance import wanted
+from paceline.data.load_balance import parse_shares
 from paceline.registry import CODEC, EXCHANGE, MODEL, MODEL_OF_SAMPLE
 from paceline.report.record import write_whole
 
@@ -17,7 +17,7 @@ SCALINGS = ("none", "linear", "sqrt")
 DECAYS = ("none", "cosine", "poly", "step")
 PRECISIONS = ("fp32", "bf16", "fp16")
 FIDELITIES = ("exact", "rounded", "approximate")
-# what may differ where a run resumes: how long, how fast, how often, and where its images lie (they are compared)
+# options that may change when a run resumes: duration, speed, intervals, and the path of its images (they are compared)
 FREE = "epochs", "json", "data", "workers", "save_every", "keep", "fidelity", "device", "precision", "shares", "encrypt"
 
 
@@ -55,8 +55,8 @@ class Settings:
     json: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError, all faults at once."""
-        faults = []
+        """Raises ValueError with all errors at once."""
+        errors = []
         for name, accepted in (
             ("optimizer", OPTIMIZERS),
             ("lr_scaling", SCALINGS),
@@ -65,65 +65,65 @@ class Settings:
             ("batch_norm", ("local", "sync")),
         ):
             if getattr(self, name) not in accepted:
-                faults.append(f"{option(name)} is one of {', '.join(accepted)}, got {getattr(self, name)!r}")
+                errors.append(f"{option(name)} is one of {', '.join(accepted)}, got {getattr(self, name)!r}")
         if self.precision not in (None, *PRECISIONS):
-            faults.append(f"--precision is one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+            errors.append(f"--precision is one of {', '.join(PRECISIONS)}, got {self.precision!r}")
         for name in ("epochs", "batch_size", "accumulate", "save_every", "keep"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                faults.append(f"{option(name)} must be at least 1, got {getattr(self, name)}")
+                errors.append(f"{option(name)} must be at least 1, got {getattr(self, name)}")
         for name in ("lr", "clip"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
-                faults.append(f"{option(name)} must be above 0, got {getattr(self, name)}")
+                errors.append(f"{option(name)} must be above 0, got {getattr(self, name)}")
         for name in ("warmup", "weight_decay", "momentum", "workers", "seed"):
             if getattr(self, name) is not None and not getattr(self, name) >= 0:
-                faults.append(f"{option(name)} must be at least 0, got {getattr(self, name)}")
+                errors.append(f"{option(name)} must be at least 0, got {getattr(self, name)}")
         if not 0 < self.test_fraction < 1:
-            faults.append(f"--test-fraction must lie between 0 and 1, got {self.test_fraction}")
+            errors.append(f"--test-fraction must lie between 0 and 1, got {self.test_fraction}")
         try:
-            wanted(self.shares or "equal")
+            parse_shares(self.shares or "equal")
         except ValueError as error:
-            faults.append(str(error))
-        if faults:
-            raise ValueError("; ".join(faults))
+            errors.append(str(error))
+        if errors:
+            raise ValueError("; ".join(errors))
 
     @property
     def model_name(self) -> str:
         return self.model or (MODEL_OF_SAMPLE if self.data is None else MODEL)
 
     def others_than(self, *names: str) -> list[str]:
-        """The options that differ from their defaults, besides these."""
+        """The options that differ from their defaults, except these."""
         return [option(name) for name in json.loads(self.to_json()) if name not in names]
 
     def to_json(self) -> str:
-        """What differs from the defaults."""
-        plain = dataclasses.asdict(self)
-        fields = {field.name: field.default for field in dataclasses.fields(self)}
-        return json.dumps({name: value for name, value in plain.items() if value != fields[name]})
+        """The options that differ from the defaults, as JSON."""
+        values = dataclasses.asdict(self)
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return json.dumps({name: value for name, value in values.items() if value != defaults[name]})
 
     @classmethod
     def from_json(cls, text: str, where: str = "settings") -> Settings:
         try:
-            given: Any = json.loads(text)
+            values: Any = json.loads(text)
         except ValueError as error:
             raise ValueError(f"{where} cannot be read: {error}") from None
-        known = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(given, dict) or (unknown := sorted(given.keys() - known)):
-            raise ValueError(f"{where} is not what `paceline train` wrote: {unknown or given!r} is not known")
-        return cls(**given)
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(values, dict) or (unknown := sorted(values.keys() - names)):
+            raise ValueError(f"{where} is not what `paceline train` wrote: {unknown or values!r} is not known")
+        return cls(**values)
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """What makes it this training and no other, where that differs from the defaults."""
+        """The options that a resumed run must keep, where they differ from the defaults."""
         return {name: value for name, value in json.loads(self.to_json()).items() if name not in FREE}
 
-    def claim(self, run: Path) -> None:
-        """Raises ValueError where there are checkpoints of a run that was asked for otherwise."""
+    def check_same_run(self, run: Path) -> None:
+        """Raises ValueError where the folder has checkpoints of a run with other options."""
         if any(run.glob("checkpoint-*")) and (run / "settings.json").is_file():
-            kept = Settings.read(run).fixed
-            if kept != self.fixed:
+            previous = Settings.read(run).fixed
+            if previous != self.fixed:
                 raise ValueError(
-                    f"{run} holds the checkpoints of a run that was asked for with {kept or 'no options'}, this one "
-                    f"with {self.fixed or 'none'}; give another --out, or the same options"
+                    f"{run} holds the checkpoints of a run with the options {previous or 'none'}, and this run has "
+                    f"{self.fixed or 'none'}; give another --out, or the same options"
                 )
 
     def write(self, run: Path) -> None:
@@ -133,7 +133,7 @@ class Settings:
 
     @classmethod
     def read(cls, run: Path) -> Settings:
-        """Those of an earlier run. Raises ValueError where there are none."""
+        """The settings of an earlier run. Raises ValueError where there are none."""
         path = run / "settings.json"
         if not path.is_file():
             raise ValueError(

@@ -19,7 +19,7 @@ from paceline.report import activity
 
 if os.environ.get("DEADLINES") != "real":
     activity.MIN_S = failure_detector.LIMIT_S = float(os.environ.get("LEAST_S", "2.5"))
-    activity.BETWEEN_S, activity.TIMES, failure_detector.GRACE_S = 4.0, 2.0, 0.5
+    activity.BETWEEN_S, activity.FACTOR, failure_detector.GRACE_S = 4.0, 2.0, 0.5
 
 
 def asleep(folder):

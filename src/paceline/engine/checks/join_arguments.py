@@ -44,7 +44,7 @@ def faults(model: Any, optimizer: Any, arguments: Mapping[str, Any], joined: Ite
             look(lambda row: parse("engine", parse_row(row)[0]), value)
         elif value is not None:
             look(parse, name, value)
-    look(load_balance.wanted, arguments["shares"])
+    look(load_balance.parse_shares, arguments["shares"])
     look(deferred_update.given, arguments["overlap"])
     keep, reproducible, encrypt, folder = (arguments[name] for name in ("keep", "reproducible", "encrypt", "folder"))
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:

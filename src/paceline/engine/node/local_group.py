@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.environment import join_s
+from paceline.environment import rendezvous_timeout_s
 from paceline.errors import LinkError
 from paceline.report.activity import Activity
 from paceline.transport import Waits
@@ -54,7 +54,7 @@ class LocalGroup:
         self.rank, self.size, self.name = rank, size, name
         self.lines: dict[int, socket.socket] = {}
         self.pids: dict[int, int] = {}
-        self._join_s = join_s()
+        self._join_s = rendezvous_timeout_s()
         self.failure_detector = LocalFailureDetector(rank, self.pids, 2 * self._join_s)
         address = f"\0paceline-{name}"
         end = time.monotonic() + self._join_s

@@ -40,7 +40,7 @@ def query(run: str, stacks: bool = False) -> Answers:
         remote_nodes = [int(rank) for rank in found[names[0]]["everyone"] if int(rank) not in local_nodes]
         for name in names:
             ranks = remote_nodes if name == names[0] else []
-            limit_s = status_server.LIMIT_S + STACK_S * len(ranks)
+            limit_s = status_server.TIMEOUT_S + STACK_S * len(ranks)
             found[name] = status_server.query(name, limit_s, stacks=ranks) or found[name]
     return [found[name] for name in names]
 
@@ -55,7 +55,7 @@ def lines(answers: Answers) -> list[str]:
     peers = {int(rank): state for rank, state in first["everyone"].items()}
     text = [f"{_name(first)}: {' '.join(first['command'])}, {first['num_nodes']} node{'s' * (first['num_nodes'] > 1)}"]
     for rank, state in peers.items():
-        absent = activity.missing(peers, rank) if state["waits"] else []
+        absent = activity.absent_ranks(peers, rank) if state["waits"] else []
         for_whom = f"; waits for {', '.join(f'rank {other}' for other in absent)}" if absent else ""
         text.append(activity.state(rank, state) + for_whom)
         text += [f"    {sign}" for sign in state["signs"]]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from paceline.environment import join_s
+from paceline.environment import rendezvous_timeout_s
 from paceline.errors import LinkError
 from paceline.link.net import route
 from paceline.link.net.auth import EncryptionKey, secret_of_environment
@@ -44,9 +44,9 @@ def join(
 ) -> tuple[StoreClient, Any, list[Member]]:
     """(the meeting, the part of it that is this generation's, where everyone is). Raises LinkError on every rank.
 
-    ``secret``: PACELINE_SECRET where none is given. ``patience_s``: `join_s` where none is given.
+    ``secret``: PACELINE_SECRET where none is given. ``patience_s``: `rendezvous_timeout_s` where none is given.
     """
-    patience_s = join_s() if patience_s is None else patience_s
+    patience_s = rendezvous_timeout_s() if patience_s is None else patience_s
     secret = secret_of_environment() if secret is None else secret
     point, place, number = _place(rank, size, host, port, secret, patience_s)
     meeting = StoreClient(place, number, secret, rank, size, patience_s, point, LONGER)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paceline.contract import GlobalBatch
-from paceline.data.batches import Batch, Given
+from paceline.data.batches import Batch, UserBatch
 from paceline.engine.checks.norm_layers import over_batches
 from paceline.engine.compute import batch as batches_
 from paceline.engine.compute import timeline
@@ -40,9 +40,9 @@ class ProfileJob(StepObserver):
             return batch
         whole = batch.share(self.run.assignment)
         if _cuts(whole, batch):
-            return Given(layers.first_samples(whole, int(rows)), float(rows))
+            return UserBatch(layers.first_samples(whole, int(rows)), float(rows))
         if isinstance(batch, Batch):
-            batch.expect(lambda *_: whole)
+            batch.use_prefetch(lambda *_: whole)
         return batch
 
     def ends(self, summary: StepSummary) -> None:

@@ -1,4 +1,4 @@
-"""Bars: what each candidate of a plan was predicted to gain and gained, and where the time of a step went."""
+"""Bar charts: predicted and measured speedup of each candidate of a plan, and the parts of a step's time."""
 
 from __future__ import annotations
 
@@ -18,59 +18,60 @@ PARTS = {  # of a step, in its order
     "exchange_seconds": "exchange, not hidden",
     "update_seconds": "update",
 }
-MAX_BARS = 8  # of a plan: its other rows are in the table
+MAX_BARS = 8  # of a plan: the other candidates are in the table
 
 
 def speedup(run: Run) -> float:
-    """Of the chosen row over the baseline, as measured; NaN where there is none."""
+    """The measured speedup of the chosen candidate over the baseline; NaN where there is none."""
     chosen = run.plan.get("chosen")
-    found = [_gain(row) for row in _rows(run) if row.get("engine") == chosen]
+    found = [_gain(candidate) for candidate in _candidates(run) if candidate.get("engine") == chosen]
     return next((value for value in found if value), math.nan)
 
 
 def predicted_s(run: Run) -> float:
-    """Seconds per step that the plan foretold for as many nodes, and as large a batch, as this run has; else 0."""
+    """The plan's prediction of seconds per step, for this run's number of nodes and batch size; 0 if there is none."""
     nodes, batch_size = run.join.get("num_nodes", 1), run.join.get("batch_size")
     if nodes > 1:
         real = (team for team in run.plan.get("teams") or () if team.get("hosts"))
-        rows = [team for team in real if (team.get("nodes"), team.get("batch_size")) == (nodes, batch_size)]
+        candidates = [team for team in real if (team.get("nodes"), team.get("batch_size")) == (nodes, batch_size)]
     else:
-        rows = [row for row in _rows(run) if row.get("engine") == run.plan.get("chosen")]
-    return next((seconds for row in rows if (seconds := _known(row.get("predicted_s")))), 0.0)
+        candidates = [candidate for candidate in _candidates(run) if candidate.get("engine") == run.plan.get("chosen")]
+    return next((seconds for candidate in candidates if (seconds := _known(candidate.get("predicted_s")))), 0.0)
 
 
 def speedups(runs: Sequence[Run]) -> str:
-    """For each plan, a pair of bars for each row: measured, and below it predicted. Equal plans show once."""
+    """For each plan, a pair of bars for each candidate: measured, and below it predicted. Equal plans show once."""
     plans: list[tuple[list[Mapping[str, Any]], list[int]]] = []
     for i, run in enumerate(runs):
-        rows = _rows(run)
-        same = next((indices for known, indices in plans if known == rows), None)
-        if same is not None:
-            same.append(i)
-        elif rows:
-            plans.append((rows, [i]))
-    return "".join(_plan(runs, rows, indices) for rows, indices in plans)
+        candidates = _candidates(run)
+        same_plan = next((indices for listed, indices in plans if listed == candidates), None)
+        if same_plan is not None:
+            same_plan.append(i)
+        elif candidates:
+            plans.append((candidates, [i]))
+    return "".join(_plan(runs, candidates, indices) for candidates, indices in plans)
 
 
-def _plan(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> str:
-    run, shown = runs[indices[0]], _foremost(rows)
-    pairs = [(_gain(row), _predicted(row, rows[0])) for row in shown]
-    most = 1.04 * max(1.0, *(value for pair in pairs for value in pair))
+def _plan(runs: Sequence[Run], candidates: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> str:
+    run, shown = runs[indices[0]], _most_promising(candidates)
+    pairs = [(_gain(candidate), _predicted(candidate, candidates[0])) for candidate in shown]
+    top = 1.04 * max(1.0, *(value for pair in pairs for value in pair))
     chosen = run.plan.get("chosen")
-    items = "".join(bar(row, *pair, most, row.get("engine") == chosen) for row, pair in zip(shown, pairs, strict=True))
-    of = f": {', '.join(runs[i].name for i in indices)}" if len(runs) > 1 else ""
+    items = "".join(bar(c, *pair, top, c.get("engine") == chosen) for c, pair in zip(shown, pairs, strict=True))
+    names = f": {', '.join(runs[i].name for i in indices)}" if len(runs) > 1 else ""
     kind = f"run-{indices[0]}" if len(indices) == 1 else ""
-    return f"""<figure class="card bars speedups {kind}" style="--one:{100 / most:.2f}%">
-<figcaption><h3>Speedup{escape(of)}</h3><p>{escape(_about(run, rows))}</p></figcaption>
+    values = "Values" if len(shown) == len(candidates) else f"All {len(candidates)} candidates"
+    return f"""<figure class="card bars speedups {kind}" style="--one:{100 / top:.2f}%">
+<figcaption><h3>Speedup{escape(names)}</h3><p>{escape(_about(run, candidates))}</p></figcaption>
 <ul class="key"><li class="measured">measured</li><li class="predicted">predicted</li></ul>
 <ol>{items}</ol>
-<details><summary>{"Values" if len(shown) == len(rows) else f"All {len(rows)} rows"}</summary>{_table(rows)}</details>
+<details><summary>{values}</summary>{_table(candidates)}</details>
 </figure>
 """
 
 
 def times(runs: Sequence[Run]) -> str:
-    """A bar for each run, as long as its mean step, cut into what the step spent its time on."""
+    """A bar for each run: its length is the mean time of a step, its sections are the parts of the step."""
     means = [(i, run, _parts(run)) for i, run in enumerate(runs)]
     means = [(i, run, parts) for i, run, parts in means if parts]
     if not means:
@@ -85,10 +86,10 @@ def times(runs: Sequence[Run]) -> str:
             f'<li class="{part}"><span>{name}</span><b>{quantity(s, "s")}</b><i>{100 * s / whole:.0f} %</i></li>'
             for part, name, s in shown
         )
-        of = f": {run.name}" if len(runs) > 1 else ""
+        names = f": {run.name}" if len(runs) > 1 else ""
         cards.append(
             f'<figure class="card bars times run-{i}"><figcaption>'
-            f"<h3>Where a step's time goes{escape(of)}</h3>"
+            f"<h3>Where a step's time goes{escape(names)}</h3>"
             f"<p>mean of {len(run.steps):,} steps: {quantity(whole, 's')}</p></figcaption>"
             f'<div class="stack" style="width:{100 * whole / longest:.3g}%">{bar}</div><ul>{items}</ul></figure>\n'
         )
@@ -96,99 +97,97 @@ def times(runs: Sequence[Run]) -> str:
 
 
 def _parts(run: Run) -> dict[str, float]:
-    """Mean seconds of each part of a step that was recorded, and of what is left."""
+    """Mean seconds of each recorded part of a step, and of the remainder."""
     columns = {part: run.steps[part] for part in ("seconds", *PARTS)}
     means = {part: float(np.nanmean(values)) for part, values in columns.items() if np.isfinite(values).any()}
     whole = means.pop("seconds", 0.0)
-    rest = whole - sum(means.values())
-    return {**means, "other": rest} if means and rest > 0 else means
+    remainder = whole - sum(means.values())
+    return {**means, "other": remainder} if means and remainder > 0 else means
 
 
-def _rows(run: Run) -> list[Mapping[str, Any]]:
+def _candidates(run: Run) -> list[Mapping[str, Any]]:
     rows = run.plan.get("rows")
     return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
 
 
 def _known(value: Any) -> float:
-    """0 for what was not measured, or was infinite."""
+    """The value; 0 if it was not measured, or is infinite."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) and value > 0 else 0.0
 
 
-def _predicted(row: Mapping[str, Any], base: Mapping[str, Any]) -> float:
-    """Prediction over prediction, so that what all predictions have wrong alike drops out."""
-    seconds = _known(row.get("predicted_s"))
+def _predicted(candidate: Mapping[str, Any], base: Mapping[str, Any]) -> float:
+    """The ratio of two predictions, in which an error common to all predictions cancels out."""
+    seconds = _known(candidate.get("predicted_s"))
     return (_known(base.get("predicted_s")) or _known(base.get("measured_s"))) / seconds if seconds else 0.0
 
 
-def _gain(row: Mapping[str, Any]) -> float:
-    """As measured. A row that was not tried may have a speedup too, but a predicted one."""
-    return _known(row.get("speedup")) if _known(row.get("measured_s")) else 0.0
+def _gain(candidate: Mapping[str, Any]) -> float:
+    """The measured speedup. A candidate that was not measured may also have a speedup, but a predicted one."""
+    return _known(candidate.get("speedup")) if _known(candidate.get("measured_s")) else 0.0
 
 
-def _foremost(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The baseline, what was tried, and the most promising of the rest, in the plan's order."""
+def _most_promising(candidates: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The baseline, the measured candidates, and of the others those with the best predictions, in the plan's order."""
 
     def promise(i: int) -> tuple[bool, bool, float]:
-        return i == 0, bool(_known(rows[i].get("measured_s"))), _predicted(rows[i], rows[0])
+        return i == 0, bool(_known(candidates[i].get("measured_s"))), _predicted(candidates[i], candidates[0])
 
-    best = sorted(range(len(rows)), key=promise, reverse=True)[:MAX_BARS]
-    return [rows[i] for i in sorted(best)]
+    best = sorted(range(len(candidates)), key=promise, reverse=True)[:MAX_BARS]
+    return [candidates[i] for i in sorted(best)]
 
 
-def bar(row: Mapping[str, Any], measured: float, predicted: float, most: float, chosen: bool) -> str:
-    """One item: a name and a reason, a bar for what was measured and a thinner one for what was predicted."""
+def bar(candidate: Mapping[str, Any], measured: float, predicted: float, top: float, chosen: bool) -> str:
+    """One item: name and reason, a bar for the measured value and a thinner one for the predicted value."""
     whisker = ""
-    if measured and _known(row.get("spread_s")) and _known(row.get("measured_s")):
-        # the spread of the seconds, as a share, is that of the speedup
-        reach = measured * min(1.0, _known(row["spread_s"]) / _known(row["measured_s"]))
-        whisker = (
-            f'<i style="left:{100 * (measured - reach) / most:.2f}%;width:{min(200 * reach / most, 100):.2f}%"></i>'
-        )
+    if measured and _known(candidate.get("spread_s")) and _known(candidate.get("measured_s")):
+        # the relative spread of the speedup is that of the seconds
+        reach = measured * min(1.0, _known(candidate["spread_s"]) / _known(candidate["measured_s"]))
+        whisker = f'<i style="left:{100 * (measured - reach) / top:.2f}%;width:{min(200 * reach / top, 100):.2f}%"></i>'
     tracks = "".join(
-        f'<span class="{name}"><b style="width:{100 * value / most:.2f}%"></b>{extra}</span>'
+        f'<span class="{name}"><b style="width:{100 * value / top:.2f}%"></b>{extra}</span>'
         for name, value, extra in (("measured", measured, whisker), ("predicted", predicted, ""))
         if value
     )
-    words = f"{measured:.2f}x" if measured else "" if predicted else NONE
-    words += f"<small>{predicted:.2f}x</small>" if predicted else ""
-    reason = str(row.get("reason", ""))
-    name = escape(str(row.get("engine", ""))).replace("+", "<wbr>+").replace("/", "<wbr>/")
+    text = f"{measured:.2f}x" if measured else "" if predicted else NONE
+    text += f"<small>{predicted:.2f}x</small>" if predicted else ""
+    reason = str(candidate.get("reason", ""))
+    name = escape(str(candidate.get("engine", ""))).replace("+", "<wbr>+").replace("/", "<wbr>/")
     return (
         f'<li{" class=chosen" if chosen else ""}><span class="head"><span class="name">{name}</span>'
         f'<span class="reason">{escape(reason)}</span></span>'
-        f'<span class="tracks">{tracks}</span><span class="value">{words}</span></li>'
+        f'<span class="tracks">{tracks}</span><span class="value">{text}</span></li>'
     )
 
 
-def _about(run: Run, rows: Sequence[Mapping[str, Any]]) -> str:
-    words = [f"over {rows[0].get('engine', 'the first row')}"]
+def _about(run: Run, candidates: Sequence[Mapping[str, Any]]) -> str:
+    text = [f"over {candidates[0].get('engine', 'the first candidate')}"]
     if run.plan.get("batch_size"):
-        words.append(f"global batch {run.plan['batch_size']}")
+        text.append(f"global batch {run.plan['batch_size']}")
     machine = run.plan.get("machine")
     if isinstance(machine, Mapping):
-        words += [str(machine[key]) for key in ("name", "cpu") if machine.get(key)]
-        words += [f"{machine['cores']} cores"] if machine.get("cores") else []
-    return ", ".join(words)
+        text += [str(machine[key]) for key in ("name", "cpu") if machine.get(key)]
+        text += [f"{machine['cores']} cores"] if machine.get("cores") else []
+    return ", ".join(text)
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    heads = (
+def _table(candidates: Sequence[Mapping[str, Any]]) -> str:
+    headers = (
         *("candidate", "predicted", "measured", "spread"),
         *("samples/s", "speedup", "peak memory", "fidelity", "reason"),
     )
     lines = []
-    for row in rows:
-        seconds = [_known(row.get(name)) for name in ("predicted_s", "measured_s", "spread_s")]
-        per_s, gain, peak = _known(row.get("per_s")), _gain(row), _known(row.get("peak_bytes"))
+    for candidate in candidates:
+        seconds = [_known(candidate.get(name)) for name in ("predicted_s", "measured_s", "spread_s")]
+        per_s, gain, peak = _known(candidate.get("per_s")), _gain(candidate), _known(candidate.get("peak_bytes"))
         lines.append(
             [
-                str(row.get("engine", "")),
+                str(candidate.get("engine", "")),
                 *(quantity(value, "s") if value else "" for value in seconds),
                 number(per_s) if per_s else "",
                 f"{gain:.2f}x" if gain else "",
                 quantity(peak, "B") if peak else "",
-                str(row.get("fidelity") or ""),
-                str(row.get("reason") or ""),
+                str(candidate.get("fidelity") or ""),
+                str(candidate.get("reason") or ""),
             ]
         )
-    return table(heads, lines, "the plan's rows")
+    return table(headers, lines, "the plan's candidates")

@@ -1,6 +1,6 @@
-"""The report: records of runs as one HTML page that needs nothing else: no network, no fonts, no library.
+"""The report: event logs of runs as one self-contained HTML page, without network access, fonts or libraries.
 
-Runs are shown side by side on the same axes. What a run did not record is left out.
+Runs are shown side by side on the same axes. Quantities that a run did not record are left out.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from paceline.report.page.run import Run, load
 from paceline.report.page.scaling import scaling
 from paceline.report.record import write_whole
 
-MAX_RUNS = 6  # colours that colour-blind people tell apart too, on white and on black
+MAX_RUNS = 6  # colours that colour-blind people can distinguish, on white and on black
 
 
 def write(runs: Sequence[Path], out: Path) -> None:
-    """Writes the page of one run, or of up to MAX_RUNS side by side, whole or not at all.
+    """Writes the page of one run, or of up to MAX_RUNS side by side, atomically.
 
-    *Raises* ValueError for no run, too many, a missing folder or record, and a line that is not an event.
+    *Raises* ValueError for no run, too many runs, a missing folder or event log, and a line that is not an event.
     """
     if not 1 <= len(runs) <= MAX_RUNS:
         raise ValueError(f"a report shows 1 to {MAX_RUNS} runs, got {len(runs)}; write a page for each group of them")
@@ -50,7 +50,7 @@ def render(runs: Sequence[Run]) -> str:
         for name, kind, content in sections
         if content
     )
-    # a run whose box is not checked is nowhere on the page but beside its box
+    # a run whose box is not checked is hidden everywhere except beside its box
     hiding = "".join(f":root:has(#show-{i}:not(:checked)) main .run-{i}{{display:none}}\n" for i in range(len(runs)))
     files = resources.files("paceline.report.page")
     style, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
@@ -79,7 +79,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _legend(runs: Sequence[Run]) -> str:
-    """The runs with their colours, to be shown or hidden, and what the charts of training run along."""
+    """The runs with their colours and a box to hide each, and the choice of the x axis (steps or time)."""
     boxes = "".join(
         f'<label class="run-{i}"><input type="checkbox" id="show-{i}" checked><span class="swatch"></span>'
         f"{escape(run.name)}</label>"

@@ -1,4 +1,4 @@
-"""Quantities of a run that the page draws, together in which chart, in which unit. Single facts: `summary`."""
+"""Quantities that the page shows as charts, with their chart and unit. Single values: `summary`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 from paceline.report.page.charts import Axis, Line, chart
 from paceline.report.page.run import Run
 
-NUM_POINTS = 800  # of one quantity, over all runs: what keeps the page below a megabyte
-MAX_POINTS = 300  # of one curve: more than a phone has pixels
+NUM_POINTS = 800  # of one quantity, over all runs: so that the page stays below a megabyte
+MAX_POINTS = 300  # of one curve: as many as a phone can show
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One or two quantities; the second is dashed.
+    """A chart of one or two quantities; the second is dashed.
 
-    ``of`` names each and the column that has it; ``rows`` is "steps", "epochs" or "usage". Those of training are drawn
-    along steps and along time, those of the machine along time.
+    ``of``: the column of each quantity, by name. ``rows``: "steps", "epochs" or "usage". Charts of training are shown
+    over steps and over time, those of the machine over time.
     """
 
     key: str
@@ -80,12 +80,12 @@ MACHINE = (
 
 
 def charts(wanted: Sequence[Chart], runs: Sequence[Run]) -> Iterator[str]:
-    """Each chart for which some run has something to show."""
+    """The charts for which a run has values."""
     for spec in wanted:
         shown = [
-            (i, run, place, name, run.column(spec.rows, column))
+            (i, run, index, name, run.column(spec.rows, column))
             for i, run in enumerate(runs)
-            for place, (name, column) in enumerate(spec.of.items())
+            for index, (name, column) in enumerate(spec.of.items())
         ]
         shown = [row for row in shown if np.isfinite(row[-1]).any()]
         if not shown or (spec.from_zero and not any(np.nanmax(values) > 0 for *_, values in shown)):
@@ -97,10 +97,10 @@ def charts(wanted: Sequence[Chart], runs: Sequence[Run]) -> Iterator[str]:
             lines = [
                 Line(
                     *(i, _name(run, name, len(runs), len(spec.of)), run.column(spec.rows, along), values),
-                    dashed=place > 0,
+                    dashed=index > 0,
                     dots=spec.rows == "epochs",
                 )
-                for i, run, place, name, values in shown
+                for i, run, index, name, values in shown
             ]
             x = np.concatenate([line.x for line in lines])
             x_axis = Axis.along(x, "step") if along == "step" else Axis.along(x, "time ({})", "s")

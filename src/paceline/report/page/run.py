@@ -1,4 +1,4 @@
-"""A run's record as columns: each step once, as it counted in the end, whatever was stopped, resumed and done again."""
+"""A run's event log as columns: each step once, with its last values where the run was resumed and repeated steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ USAGE = (
 
 
 class Columns:
-    """Rows of numbers, 8 bytes each, and NaN where an event said nothing. ``time_s`` is always there."""
+    """Columns of float64 values, NaN where an event has no such field. The column ``time_s`` always exists."""
 
     def __init__(self, *names: str):
         self._columns = {name: array("d") for name in ("time_s", *names)}
@@ -48,7 +48,7 @@ class Columns:
             column.append(value if isinstance(value, int | float) else float("nan"))
 
     def cut(self, name: str, value: float) -> None:
-        """Drops what comes at or after ``value`` in a column that only grows."""
+        """Drops the rows at or after ``value`` in an increasing column."""
         length = bisect.bisect_left(self._columns[name], value)
         for column in self._columns.values():
             del column[length:]
@@ -65,27 +65,27 @@ class Run:
     epochs: Columns = field(default_factory=lambda: Columns(*EPOCH))
     usage: Columns = field(default_factory=lambda: Columns(*USAGE))
     hints: list[str] = field(default_factory=list)
-    drifts: list[dict[str, Any]] = field(default_factory=list)  # events of replicas that had to be held together
+    drifts: list[dict[str, Any]] = field(default_factory=list)  # the events of re-broadcasts
     resumed: list[tuple[float, float]] = field(default_factory=list)  # (step, time_s) of each join after the first
     end: str = ""
     time_s: float = 0.0
-    num_redone: int = 0  # steps done before and lost with a process
+    num_redone: int = 0  # steps that were repeated, because a process failed after them
     num_checkpoints: int = 0
 
     def column(self, rows: str, name: str) -> NDArray[np.float64]:
-        """Of "steps" (also ``samples_per_s``, ``exposed_seconds``), "epochs" or "usage" (also ``memory_bytes``)."""
+        """``rows``: "steps" (also ``samples_per_s``, ``exposed_seconds``), "epochs" or "usage" (``memory_bytes``)."""
         columns: Columns = getattr(self, rows)
         if name == "samples_per_s":
-            samples = columns["weight"]  # or whatever else the loss divides by, such as tokens
-            for known in (columns["samples"], columns["rows"]):  # those of all nodes last: some agree now and then
-                samples = np.where(np.isfinite(known), known, samples)
+            samples = columns["weight"]  # the loss's divisor, which may count tokens instead
+            for counted in (columns["samples"], columns["rows"]):  # with local SGD only "rows" counts all nodes
+                samples = np.where(np.isfinite(counted), counted, samples)
             with np.errstate(divide="ignore", invalid="ignore"):
                 return samples / columns["seconds"]
-        if name == "exposed_seconds":  # on one node nobody is waited for
+        if name == "exposed_seconds":  # one node waits for no other
             several = self.join.get("num_nodes", 1) > 1
             return columns["exchange_seconds"] if several else np.full(len(columns), np.nan)
         if name == "memory_bytes":
-            return _held(columns["pss_bytes"]) if columns.has("pss_bytes") else columns["rss_bytes"]
+            return _forward_fill(columns["pss_bytes"]) if columns.has("pss_bytes") else columns["rss_bytes"]
         return columns[name]
 
 
@@ -130,7 +130,7 @@ def load(folder: Path, name: str = "") -> Run:
 
 
 class _Clock:
-    """Wall time without the pauses: what lies between the last sign of a session and the next `join` is cut out."""
+    """Wall time without the pauses between the last event of a session and the next `join`."""
 
     def __init__(self) -> None:
         self.start: float | None = None
@@ -143,19 +143,19 @@ class _Clock:
             self.start = time
         if kind == "join":
             self.start = time - self.now
-        self.now = max(self.now, time - self.start)  # clocks are set back at times
+        self.now = max(self.now, time - self.start)  # the system's clock may be set back
         return self.now
 
 
 def _means(event: Mapping[str, Any]) -> dict[str, float]:
-    """An epoch's loss and accuracy, where it gives sums."""
+    """An epoch's mean loss and accuracy, where the event has sums."""
     rows = event.get("rows") or 0
     sums = {"loss": event.get("loss_sum"), "accuracy": event.get("right")}
     return {name: total / rows for name, total in sums.items() if rows and total is not None and name not in event}
 
 
 def _cores(event: Mapping[str, Any]) -> dict[str, float]:
-    """How many cores were busy: percent of one core, and of all of them, on one scale."""
+    """The number of busy cores, from percentages of one core (the run) and of all cores (the machine)."""
     run, machine = event.get("cpu_percent"), event.get("machine_cpu_percent")
     num_cores = len(event.get("core_percents") or ())
     found = {"run_cores": run / 100} if run is not None else {}
@@ -169,6 +169,6 @@ def _gpu_sums(gpus: list[Mapping[str, Any]]) -> dict[str, float]:
     return sums | ({"gpu_memory_bytes": sum(gpu.get("memory_used_bytes", 0) for gpu in gpus)} if gpus else {})
 
 
-def _held(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _forward_fill(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Each gap filled with the value before it."""
     return values[np.maximum.accumulate(np.where(np.isfinite(values), np.arange(len(values)), 0))]

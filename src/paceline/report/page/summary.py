@@ -1,7 +1,7 @@
 """Summary of a run: accuracy, speed, configuration, end, and whether each sample of an epoch was used exactly once.
 
-For that, each step's event has the epoch, the place of its batch there, the batch's samples, and how many of them went
-into the agreed gradient. Assignments partition a batch among the processes.
+For the last point, each step's event has the epoch, the index of its batch in it, the batch's samples, and how many of
+them were used in the global gradient. Assignments partition a batch among the processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.report.page.charts import Values, number, quantity, table
 from paceline.report.page.run import Run
 
 NUM_WARM_UP = 3  # steps left out of the throughput, where there are enough
-EMULATED = "Emulated: every layer waited as long as it once took, and nothing was trained; bytes and waits are real."
+EMULATED = "Emulated: layers waited as long as they took when profiled; nothing was trained; bytes and waits are real."
 NUM_LAST = 20  # steps whose mean is the final loss of a run without epochs
 
 
@@ -35,7 +35,7 @@ def throughput(run: Run) -> float:
 
 
 def loss(run: Run) -> float:
-    """Of the last epoch, else of the last steps."""
+    """The loss of the last epoch, else the mean of the last steps."""
     means = _known(run.epochs["loss"][-1:]), _known(run.steps["loss"][-NUM_LAST:])
     return next((float(values.mean()) for values in means if len(values)), math.nan)
 
@@ -50,12 +50,12 @@ def exposed(run: Run) -> tuple[float, float]:
 
 
 def facts(run: Run) -> dict[str, str]:
-    """Names and values as words; what was not recorded is empty."""
+    """Names and values as text; a value that was not recorded is empty."""
     test, seconds, sent = (
         _known(column) for column in (run.epochs["test_accuracy"], run.steps["seconds"], run.steps["sent_bytes"])
     )
-    held, cpu = _known(run.column("usage", "memory_bytes")), _known(run.column("usage", "run_cores"))
-    gain, guess = bars.speedup(run), bars.predicted_s(run)
+    memory, cpu = _known(run.column("usage", "memory_bytes")), _known(run.column("usage", "run_cores"))
+    gain, predicted_s = bars.speedup(run), bars.predicted_s(run)
     (exposed_s, share), step_bytes = exposed(run), per_step(run, "sent_bytes")
     return {
         "test accuracy": f"{100 * test[-1]:.1f} %" if len(test) else "",
@@ -63,7 +63,7 @@ def facts(run: Run) -> dict[str, str]:
         "samples/s": "" if np.isnan(throughput(run)) else number(throughput(run)),
         "speedup": "" if math.isnan(gain) else f"{gain:.2f}x",
         "median step": quantity(float(np.median(seconds)), "s") if len(seconds) else "",
-        "predicted step": quantity(guess, "s") if guess else "",
+        "predicted step": quantity(predicted_s, "s") if predicted_s else "",
         "exposed communication": "" if math.isnan(exposed_s) else f"{quantity(exposed_s, 's')}, {100 * share:.0f} %",
         "time": quantity(run.time_s, "s"),
         "of which in steps": f"{100 * seconds.sum() / run.time_s:.0f} %" if len(seconds) and run.time_s else "",
@@ -73,8 +73,8 @@ def facts(run: Run) -> dict[str, str]:
         "global batch": str(run.join.get("batch_size", "")),
         "steps": f"{len(run.steps):,}".replace(",", "\u202f"),
         "epochs": str(len(run.epochs) or ""),
-        "samples": told(run),
-        "peak memory": quantity(held.max(), "B") if len(held) else "",
+        "samples": sample_usage(run),
+        "peak memory": quantity(memory.max(), "B") if len(memory) else "",
         "processors": f"{cpu.mean():.2f} cores busy" if len(cpu) else "",
         "sent per step": quantity(step_bytes, "B") if step_bytes > 0 else "",
         "sent": quantity(sent.sum(), "B") if len(sent) else "",
@@ -87,23 +87,23 @@ def facts(run: Run) -> dict[str, str]:
 
 
 def lead(runs: Sequence[Run]) -> str:
-    """What is to be known first: the choice and its reason, and hints."""
-    words: dict[str, list[str]] = {}  # the same words once, whoever they are about
+    """The head of the page: the chosen configuration with its reason, and hints."""
+    texts: dict[str, list[str]] = {}  # each text once, with the names of its runs
     for run in runs:
         if run.join.get("emulated"):
-            words.setdefault(f'<p class="hint">{{}}{EMULATED}</p>', []).append(run.name)
+            texts.setdefault(f'<p class="hint">{{}}{EMULATED}</p>', []).append(run.name)
         if run.plan.get("chosen"):
             reason = f", {run.plan['reason']}" if run.plan.get("reason") else ""
             chosen = f"<strong>{escape(str(run.plan['chosen']))}</strong>{escape(reason)}."
-            words.setdefault(f"<p>{{}}{chosen}</p>", []).append(run.name)
+            texts.setdefault(f"<p>{{}}{chosen}</p>", []).append(run.name)
         for hint in run.hints:
-            words.setdefault(f'<p class="hint">{{}}{escape(hint)}</p>', []).append(run.name)
+            texts.setdefault(f'<p class="hint">{{}}{escape(hint)}</p>', []).append(run.name)
     several = len(runs) > 1
-    return "".join(text.replace("{}", f"{escape(', '.join(who))}: " * several, 1) for text, who in words.items())
+    return "".join(text.replace("{}", f"{escape(', '.join(names))}: " * several, 1) for text, names in texts.items())
 
 
 def tiles(run: Run) -> str:
-    """One run: the first facts large, the others as a list."""
+    """One run: the first values large, the others as a list."""
     found = [(name, value) for name, value in facts(run).items() if value]
     large, small = found[:4], found[4:]
     cards = "".join(f'<div class="tile"><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>' for k, v in large)
@@ -112,7 +112,7 @@ def tiles(run: Run) -> str:
 
 
 def compared(runs: Sequence[Run]) -> str:
-    """Several runs: a column each, and how fast each is against the first."""
+    """Several runs: a column for each, with its speed relative to the first."""
     columns = [facts(run) for run in runs]
     first = throughput(runs[0])
     for run, column in zip(runs, columns, strict=True):
@@ -129,7 +129,7 @@ def _known(values: Values) -> Values:
 
 
 def _rolling(run: Run) -> str:
-    """How far replicas that had to be held together were apart."""
+    """The largest divergence of replicas before a re-broadcast."""
     if not run.drifts:
         return ""
     gaps = [event["gap"] for event in run.drifts if isinstance(event.get("gap"), float)]
@@ -143,37 +143,37 @@ def _exchange(run: Run) -> str:
     return str(run.join.get("exchange", "")) + (f", {codec}" if codec != CODEC else "")
 
 
-MAX_TOLD = 10
+MAX_ERRORS = 10
 
 
-def faults(run: Run) -> list[str]:
-    """What speaks against it, in words; nothing of steps whose batches did not come from `pace.batches`.
+def errors(run: Run) -> list[str]:
+    """Deviations from using each sample once, as text; only of steps whose batches came from `pace.batches`.
 
-    A step on which all do not agree says what one node has used.
+    With an exchange that does not agree on every step, a step's event counts the samples of one node only.
     """
-    alone = says("exchange", head(str(run.join.get("exchange", "")))[0], "consensus") != "step"
+    local_only = says("exchange", head(str(run.join.get("exchange", "")))[0], "consensus") != "step"
     names = ("step", "epoch", "batch", "rows", "samples", "ends_epoch")
     columns = np.stack([run.steps[name] for name in names], axis=1)
     columns = columns[np.isfinite(columns[:, 2])]
     found, due = [], (int(columns[0, 1]), int(columns[0, 2])) if len(columns) else (0, 0)
     for step, epoch, batch, rows, samples, ends in columns.tolist():
-        dealt_again = ends and due == (epoch + 1, 0)  # after an epoch's end, what a lost node has had
-        if (epoch, batch) != due and not dealt_again:
+        redistributed = ends and due == (epoch + 1, 0)  # the samples of a failed node, after the epoch's end
+        if (epoch, batch) != due and not redistributed:
             found.append(f"step {step:.0f}: batch {batch:.0f} of epoch {epoch:.0f}, where {due[1]} of {due[0]} was due")
-        if rows != samples and not alone:
+        if rows != samples and not local_only:
             found.append(f"step {step:.0f}: {samples:.0f} samples of a batch of {rows:.0f}")
         due = (int(epoch) + 1, 0) if ends else (int(epoch), int(batch) + 1)
-        if len(found) >= MAX_TOLD:
+        if len(found) >= MAX_ERRORS:
             break
     return found
 
 
-def told(run: Run) -> str:
-    """In a line; empty where the record does not say."""
+def sample_usage(run: Run) -> str:
+    """How often samples were used, in a line; empty where the event log does not contain it."""
     ends = run.steps["ends_epoch"]
     if not np.isfinite(ends).any():
         return ""
-    if found := faults(run):
+    if found := errors(run):
         return found[0]
-    whole = len(np.unique(run.steps["epoch"][ends == 1]))
-    return f"each once in {whole} whole epochs" if whole else "each once so far"
+    num_epochs = len(np.unique(run.steps["epoch"][ends == 1]))
+    return f"each once in {num_epochs} whole epochs" if num_epochs else "each once so far"

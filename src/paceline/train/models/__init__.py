@@ -1,1 +1,1 @@
-"""The networks that can be trained by name, one per file."""
+"""Networks that can be trained by name, one per file."""

@@ -1,10 +1,10 @@
-"""What the residual networks share: blocks that normalise first (version 2), in four stages.
+"""Common parts of the residual networks: pre-activation blocks (version 2), in four stages.
 
-As in Keras, the 3x3 convolution of a stage's *last* block strides, its shortcut is then subsampled, and the
-first pool's border is of zeros; He et al. stride in the first block of the next stage.
+As in Keras, the 3x3 convolution of a stage's *last* block has the stride, its shortcut is subsampled, and the first
+pooling layer is padded with zeros; He et al. have the stride in the first block of the next stage.
 
 *Source*: He, Zhang, Ren and Sun, "Identity Mappings in Deep Residual Networks", arXiv 1603.05027 (2016);
-weights at the start: the same authors, arXiv 1502.01852 (2015), equation 10. The last layer starts small
+initial weights: the same authors, arXiv 1502.01852 (2015), equation 10. The last layer has small initial weights
 (Goyal et al., arXiv 1706.02677 (2017), section 5.1), so the first loss is near log(num_classes).
 """
 
@@ -20,7 +20,7 @@ WIDTHS = (64, 128, 256, 512)
 
 
 def _norm(num_channels: int) -> nn.BatchNorm2d:
-    # torch's momentum is the share of the new batch, Keras's 0.99 that of the old mean
+    # torch's momentum is the weight of the new batch, Keras's 0.99 that of the old mean
     return nn.BatchNorm2d(num_channels, eps=1.001e-5, momentum=0.01)
 
 

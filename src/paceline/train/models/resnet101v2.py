@@ -1,4 +1,4 @@
-"""ResNet-101 version 2 for 224x224 colour images: 33 blocks that normalise first, 44,675,560 parameters.
+"""ResNet-101 version 2 for 224x224 colour images: 33 pre-activation blocks, 44,675,560 parameters.
 
 Layers: He, Zhang, Ren and Sun, "Identity Mappings in Deep Residual Networks", arXiv 1603.05027 (2016), in Keras's
 form; parameters are counted as Keras does, at 1000 classes and with moving means and variances. Learning rate: 0.1

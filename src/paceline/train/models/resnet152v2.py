@@ -1,4 +1,4 @@
-"""ResNet-152 version 2 for 224x224 colour images: 50 blocks that normalise first, 60,380,648 parameters.
+"""ResNet-152 version 2 for 224x224 colour images: 50 pre-activation blocks, 60,380,648 parameters.
 
 Layers: He, Zhang, Ren and Sun, "Identity Mappings in Deep Residual Networks", arXiv 1603.05027 (2016), in Keras's
 form; parameters are counted as Keras does, at 1000 classes and with moving means and variances. Learning rate: 0.1

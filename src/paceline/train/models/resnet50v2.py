@@ -1,4 +1,4 @@
-"""ResNet-50 version 2 for 224x224 colour images: 16 blocks that normalise first, 25,613,800 parameters.
+"""ResNet-50 version 2 for 224x224 colour images: 16 pre-activation blocks, 25,613,800 parameters.
 
 Layers: He, Zhang, Ren and Sun, "Identity Mappings in Deep Residual Networks", arXiv 1603.05027 (2016), in Keras's
 form; parameters are counted as Keras does, at 1000 classes and with moving means and variances. Learning rate: 0.1

@@ -19,7 +19,7 @@ def build(num_classes: int) -> nn.Module:
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        # large enough to be worth compressing when its gradient is exchanged
+        # large enough that compressing its gradient is worthwhile
         nn.Linear(32 * 7 * 7, 128),
         nn.ReLU(),
         nn.Linear(128, num_classes),

@@ -1,7 +1,7 @@
 """VGG16 for 224x224 colour images: 13 convolutions and 3 fully-connected layers, 138 million parameters.
 
 Layers: Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", arXiv 1409.1556
-(2014), column D. Weights at the start: He et al., arXiv 1502.01852 (2015), equation 14 for convolutions and 10 for
+(2014), column D. Initial weights: He et al., arXiv 1502.01852 (2015), equation 14 for convolutions and 10 for
 fully-connected layers. Learning rate and momentum: Lerat, Mahmoudi and Mahmoudi, "Distributed Deep Learning: From
 Single-Node to Multi-Node Architecture", Electronics 11(10):1525 (2022); batch size and epochs are our own choice.
 """
@@ -50,7 +50,7 @@ class _VGG16(nn.Module):
                 backward = isinstance(module, nn.Conv2d)
                 nn.init.kaiming_normal_(module.weight, mode="fan_out" if backward else "fan_in", nonlinearity="relu")
                 nn.init.zeros_(module.bias)  # type: ignore[arg-type]
-        # the last layer starts small, so the first loss is near log(num_classes)
+        # small initial weights, so that the first loss is near log(num_classes)
         nn.init.normal_(self.classifier[-1].weight, std=0.01)  # type: ignore[arg-type]
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
