@@ -116,7 +116,7 @@ def mute():
 
 
 def test_who_does_not_greet_is_silent(mute, monkeypatch):
-    monkeypatch.setattr(reconfigure, "KNOCK_S", 0.3)
+    monkeypatch.setattr(reconfigure, "CONNECT_S", 0.3)
     point = RendezvousStore("127.0.0.1", 0, SECRET)
     assert MemberAddress("one", "host0", "127.0.0.1", point.port).probe() == ALIVE
     point.close()
@@ -126,7 +126,7 @@ def test_who_does_not_greet_is_silent(mute, monkeypatch):
 @pytest.mark.dear
 def test_a_stopped_member_is_left_behind(mute, monkeypatch):
     """Story: its kernel answered, so the others waited for it, for five minutes."""
-    monkeypatch.setattr(reconfigure, "KNOCK_S", 0.3)
+    monkeypatch.setattr(reconfigure, "CONNECT_S", 0.3)
     monkeypatch.setattr(reconfigure, "SUSPECT_AFTER_S", 0.6)
     monkeypatch.setattr(reconfigure, "TURN_S", 0.6)
     points = [RendezvousStore("127.0.0.1", 0, SECRET) for _ in range(2)]

@@ -77,11 +77,11 @@ def test_a_line_that_breaks_is_no_end_however_often_one_looks_and_is_opened_agai
     point = RendezvousStore("127.0.0.1", 0, SECRET)
     witness = watch(point.port)
     first = witness._lines["other"]
-    (line,) = point._guests
+    (line,) = point._clients
     line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    point._guests[line].deadline = 0.0  # with a reset, by its own thread, which a knock wakes
+    point._clients[line].deadline = 0.0  # with a reset, by its own thread, which a knock wakes
     socket.create_connection(("127.0.0.1", point.port)).close()
-    until(lambda: line not in point._guests)
+    until(lambda: line not in point._clients)
     for _ in range(3):
         assert not witness.ended("other", 0.1)
     assert first.broken

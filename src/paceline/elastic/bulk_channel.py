@@ -24,8 +24,8 @@ import time
 from collections.abc import Iterable
 
 from paceline.errors import LinkError
-from paceline.link.net.auth import GUEST, HEADER, HELLO, REFUSED, SERVER, SIZE, TAG, StreamCipher, exactly, mac, same
-from paceline.link.net.framing import alone, closed_on_error
+from paceline.link.net.auth import CLIENT, HEADER, HELLO, REFUSED, SERVER, SIZE, TAG, StreamCipher, exactly, mac, same
+from paceline.link.net.framing import close_on_fork, closed_on_error
 from paceline.link.net.store_client import NO_RANK_YET, connect
 
 HANDSHAKE_S = 5.0
@@ -89,7 +89,7 @@ class BulkChannel:
 
     def _put(self, part: bytes | memoryview) -> None:
         if self._hides.hides:
-            part = self._hides.hide(part, self._num_said)
+            part = self._hides.encrypt(part, self._num_said)
         for each in (LENGTH.pack(len(part)), part, self._seal(self._says, self._num_said, part)):
             self._push(each)
         self._num_said += 1
@@ -108,7 +108,7 @@ class BulkChannel:
         if not same(exactly(self._line, SIZE), self._seal(self._hears, self._num_heard, heard)):
             raise ValueError("a part with a wrong seal")
         if more:
-            view[: length - more] = self._shows.show(heard, self._num_heard)
+            view[: length - more] = self._shows.decrypt(heard, self._num_heard)
         self._num_heard += 1
         return view[: length - more]
 
@@ -134,7 +134,7 @@ class BulkServer:
     def __init__(self, address: str, secret: bytes):
         self._secret, self._closed = secret, False
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._server = alone(socket.create_server((address, 0), family=family, backlog=MAX_STRANGERS))
+        self._server = close_on_fork(socket.create_server((address, 0), family=family, backlog=MAX_STRANGERS))
         self.address, self.port = self._server.getsockname()[:2]
         self.here: dict[str, BulkChannel] = {}
         self._strangers: dict[socket.socket, None] = {}  # the oldest first
@@ -154,7 +154,7 @@ class BulkServer:
                         del self._strangers[oldest]
                         with contextlib.suppress(OSError):
                             oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
-                    self._strangers[alone(line)] = None
+                    self._strangers[close_on_fork(line)] = None
                 threading.Thread(target=self._admit, args=(line,), name="paceline hatch", daemon=True).start()
 
     def _admit(self, line: socket.socket) -> None:
@@ -180,7 +180,7 @@ class BulkServer:
         line.sendall(HEADER + nonce)
         header, rank, other, proof = HELLO.unpack(exactly(line, HELLO.size))
         nonces = nonce + other
-        if header != HEADER or not same(proof, mac(self._secret, GUEST, rank, nonces)):
+        if header != HEADER or not same(proof, mac(self._secret, CLIENT, rank, nonces)):
             line.sendall(REFUSED)
             raise ValueError("a stranger")
         line.sendall(mac(self._secret, SERVER, rank, nonces))
@@ -215,7 +215,7 @@ def _greet(line: socket.socket, secret: bytes, name: str) -> BulkChannel:
     if header != HEADER:
         raise LinkError("what answers there speaks another version of paceline; install the same on every node")
     nonces = exactly(line, SIZE) + nonce
-    line.sendall(HELLO.pack(HEADER, NO_RANK_YET, nonce, mac(secret, GUEST, NO_RANK_YET, nonces)))
+    line.sendall(HELLO.pack(HEADER, NO_RANK_YET, nonce, mac(secret, CLIENT, NO_RANK_YET, nonces)))
     if not same(exactly(line, SIZE), mac(secret, SERVER, NO_RANK_YET, nonces)):
         raise LinkError("the node that was to give its state did not prove that it belongs to this run")
     bulk = BulkChannel(line, secret, NO_RANK_YET, nonces, (UP, DOWN))

@@ -39,7 +39,7 @@ from paceline.transport import JoinDesk, Joiner
 GUEST, ANSWER, MEMBERS = "guest/", "answer/", "members"  # what a late node asks, is told, and wants to know
 GENERATION = "generation"  # of the members that are told
 ASKS = {"turn", "host", "place"}  # what every question holds
-KNOCK_S = 1.2
+CONNECT_S = 1.2
 JOIN_S = 20.0  # for those who were met a moment ago
 SUSPECT_AFTER_S = 1.0  # without an answer, before a member counts as silent: two knocks
 TURN_S = 5.0  # at one member's meeting point, before the lower ones are tried again
@@ -73,7 +73,7 @@ class MemberAddress:
         """Whether its process answers, as far as can be told from here. A kernel answers for a stopped one as well, and
         does not greet; who is refused may have ended, or a firewall refuses for it."""
         try:
-            with connect(self.address, self.port, KNOCK_S) as line:
+            with connect(self.address, self.port, CONNECT_S) as line:
                 return ALIVE if line.recv(1) else REFUSED  # it hung up: its process is ending
         except (ConnectionRefusedError, ConnectionResetError):
             return REFUSED

@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 
-from paceline.link.net.auth import GUEST, HEADER, HELLO, SERVER, SIZE, exactly, mac, same
+from paceline.link.net.auth import CLIENT, HEADER, HELLO, SERVER, SIZE, exactly, mac, same
 
 TIMEOUT_S = 5.0  # with a guest that says nothing
 PINGS = 100
@@ -53,7 +53,7 @@ class Gate:
             nonce = secrets.token_bytes(SIZE)
             line.sendall(HEADER + nonce)
             header, rank, theirs, proof = HELLO.unpack(exactly(line, HELLO.size))
-            if header != HEADER or not same(proof, mac(self._secret, GUEST, rank, nonce + theirs)):
+            if header != HEADER or not same(proof, mac(self._secret, CLIENT, rank, nonce + theirs)):
                 return
             line.sendall(mac(self._secret, SERVER, rank, nonce + theirs))
             if exactly(line, 1) == b"p":
@@ -94,7 +94,7 @@ def reach(own: str, address: str, port: int, secret: bytes, limit_s: float) -> s
         greeting = exactly(line, len(HEADER) + SIZE)
         nonce = secrets.token_bytes(SIZE)
         nonces = greeting[len(HEADER) :] + nonce
-        line.sendall(HELLO.pack(HEADER, 0, nonce, mac(secret, GUEST, 0, nonces)))
+        line.sendall(HELLO.pack(HEADER, 0, nonce, mac(secret, CLIENT, 0, nonces)))
         if not same(exactly(line, SIZE), mac(secret, SERVER, 0, nonces)):
             raise ConnectionError("another process answered")
         return line
