@@ -190,9 +190,9 @@ class Link(LinkTraits, Collectives):
         """The same ranks with an order of their own."""
         raise NotImplementedError
 
-    def set_regime(self, quick: bool) -> None:
-        """What is gathered from now on goes as is best over a quick wire, or a slow one: all ranks say the same."""
-        self.high_bandwidth = quick
+    def set_regime(self, high_bandwidth: bool) -> None:
+        """Gathers from now on are tuned for a high or a low bandwidth. All ranks must pass the same value."""
+        self.high_bandwidth = high_bandwidth
 
     def cost(self, operation: str, num_bytes: int) -> CommCost:
         """Messages in sequence and bytes sent per rank of one collective on ``num_bytes``."""
