@@ -167,7 +167,9 @@ def test_a_connection_that_is_led_to_another_lane_is_noticed():
 def test_who_does_not_come_is_named_in_time():
     team = Team(2)
     team.board.set("gate/1", f"{free_port()} 00")
-    with pytest.raises(LinkError, match=r"rank 0 on host0 .*could not open a TLS connection to rank 1 on host1") as raised:
+    with pytest.raises(
+        LinkError, match=r"rank 0 on host0 .*could not open a TLS connection to rank 1 on host1"
+    ) as raised:
         team.mesh(0, 0.5)
     assert raised.value.peer == 1
 

@@ -1,8 +1,8 @@
 """Gloo through torch.distributed: TCP between machines, on the interface that leads to the peers.
 
 *Cost* (N ranks, n bytes): sum and max are rings: 2 (N - 1) steps, 2 (N - 1) / N n bytes per rank;
-all-gather: N - 1 steps, (N - 1) n bytes, in chunks of rows; where ranks have different numbers of rows, the sizes first,
-and the rows beyond the smallest number by broadcasts.
+all-gather: N - 1 steps, (N - 1) n bytes, in chunks of rows; where ranks have different numbers of rows, the sizes
+first, and the rows beyond the smallest number by broadcasts.
 Owns its process groups; it does not touch a default group that the user has made.
 """
 

@@ -100,7 +100,7 @@ class MessageAuthenticator:
         return struct.pack("<I", len(body)) + body + tag
 
     def take(self, received: bytearray) -> list[bytes] | None:
-        """Removes the first frame from ``received``; returns its fields, or None until it is whole. Raises AuthError."""
+        """Removes the first frame from ``received``; its fields, or None until it is whole. Raises AuthError."""
         if len(received) < 4:
             return None
         (size,) = struct.unpack_from("<I", received)

@@ -64,7 +64,7 @@ class MessageSocket:
         return 0.0
 
     def receive(self) -> tuple[list[tuple[bytes, bytes]], bool]:
-        """(the complete messages, whether more can arrive). A message that does not authenticate ends the connection."""
+        """(the complete messages, whether more can arrive): none can after one that does not authenticate."""
         try:
             received = self.line.recv(RECV_BYTES)
         except BlockingIOError:

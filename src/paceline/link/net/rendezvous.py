@@ -27,7 +27,7 @@ LONGER = "; where some need longer to prepare, give all PACELINE_RENDEZVOUS_TIME
 
 
 class Unreached(LinkError):
-    """Some ranks do not reach each other. ``peer``: the highest rank that reports this; the others may do without it."""
+    """Some ranks do not reach each other. ``peer``: the highest rank that reports this; the others may train on."""
 
 
 _points: dict[tuple[str, int, bool], RendezvousStore] = {}  # of this process: a run may join more than once

@@ -38,7 +38,7 @@ def connect(host: str, port: int, limit_s: float) -> socket.socket:
 
 
 class StoreClient(Store):
-    """One connection to ``host``:``port``, for any thread. Raises LinkError within ``patience_s``, naming missing ranks.
+    """One connection to ``host``:``port``, for any thread. Raises LinkError within ``patience_s``, with missing ranks.
 
     ``alert`` is called while waiting; it raises where the wait cannot succeed any more. On rank 0 ``point`` is the
     store server itself, whose notes list the refused connections. ``advice``: the end of a timeout's error text.
@@ -156,8 +156,8 @@ class StoreClient(Store):
         ranks = ", ".join(f"rank {rank}" for rank in missing)
         refused = f" ({'; '.join(self.point.notes)})" if self.point and self.point.notes else ""
         return (
-            f"{self.here}: {ranks} did not come to {self.place} within {waited_s:.0f} s{refused}; start every rank, and "
-            f"look at their output{self.advice}"
+            f"{self.here}: {ranks} did not come to {self.place} within {waited_s:.0f} s{refused}; start every rank, "
+            f"and look at their output{self.advice}"
         )
 
     def lease(self, key: str, value: str) -> None:

@@ -28,7 +28,7 @@ class JoinTicket:
     hides: bool = False
 
     def write(self, path: Path) -> None:
-        """Atomic: several nodes of one machine may write the same path at once. Errors of the file system are ignored."""
+        """Atomic: several nodes of one machine may write the same path at once. Errors of the disk are ignored."""
         temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
         with contextlib.suppress(OSError):  # training continues; a joining node finds an older token
             temporary.unlink(missing_ok=True)
