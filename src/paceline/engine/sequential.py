@@ -91,7 +91,9 @@ class Engine(contract.Engine):
         self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
         self._num_held, self._layout, self._options = num_held(optimizer), Layout(model), Options(optimizer)
         self.moving = Moving(model)
-        self._later = DeferredUpdate(model, optimizer, self.backward.parameters, lambda update: self._apply(update)[0])
+        self._deferred = DeferredUpdate(
+            model, optimizer, self.backward.parameters, lambda update: self._apply(update)[0]
+        )
 
     @property
     def weights(self) -> Sequence[Tensor]:  # type: ignore[override]
@@ -100,7 +102,7 @@ class Engine(contract.Engine):
 
     @property
     def waited_s(self) -> float:
-        return self._later.waited_s + (self._norms[0][1].waited_s if self._norms else 0.0)
+        return self._deferred.waited_s + (self._norms[0][1].waited_s if self._norms else 0.0)
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -152,7 +154,7 @@ class Engine(contract.Engine):
             self._inputs.capture(batch)
 
         def compute(part: Any) -> Tensor:
-            with self._norms_of_all(), self._later.reading():
+            with self._norms_of_all(), self._deferred.reading():
                 part, output, (value, times, weight, terms) = self._judged(part, num_rows)
             vote.loss_sum += float(value.detach()) * times
             vote.weight += weight
@@ -257,7 +259,7 @@ class Engine(contract.Engine):
     def apply(self, update: Update) -> bool:
         applied = True
         if update.pending:
-            self._later.defer(update)
+            self._deferred.defer(update)
             self.norm = None
         elif update.gradients:
             applied, self.norm = self._apply(update)
@@ -266,7 +268,7 @@ class Engine(contract.Engine):
         return applied
 
     def wait_pending(self) -> None:
-        self._later.wait_pending()
+        self._deferred.wait_pending()
 
     def _apply(self, update: Update) -> tuple[bool, float | None]:
         """Whether these gradients were applied, and their norm."""
@@ -353,7 +355,7 @@ class Engine(contract.Engine):
         return self._norms[0][0].answered
 
     def close(self) -> None:
-        self._later.close()
+        self._deferred.close()
         self.backward.close()
         matmul.remove(self.model)
         for layers, everyone in self._norms:

@@ -1,9 +1,9 @@
-"""Numerics: memory layout, precision, fused updates, compilation. A small axis beside the engine.
+"""Numerics: memory layout, precision, fused updates, compilation; options of a configuration beside its engine.
 
-A configuration is an engine and such words: "processes:2+channels_last+bf16".
+A configuration is an engine and such options: "processes:2+channels_last+bf16".
 
-Loss scaling for fp16: gradients are computed larger by a power of two, so that small ones do not vanish. A step whose
-gradient overflows is skipped and the scale halved; after many good steps it doubles.
+Loss scaling for fp16: the loss is multiplied by a power of two, so that small gradients do not underflow. A step whose
+gradient overflows is skipped and the scale halved; after many good steps the scale doubles.
 *Source*: Micikevicius et al. 2018 (arXiv 1710.03740), section 3.2.
 """
 
@@ -33,7 +33,7 @@ class Numerics:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Numerics:
-        """Raises ValueError for a word that is not known, or two that exclude each other."""
+        """Raises ValueError for an unknown option, or two that exclude each other."""
         if unknown := [word for word in words if word not in WORDS]:
             raise ValueError(f"no numerics named {', '.join(map(repr, unknown))}; known: {', '.join(WORDS)}")
         if "bf16" in words and "fp16" in words:
@@ -57,7 +57,7 @@ class Numerics:
         return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
 
     def moved(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """An input where the model is, in the layout asked for: layers hand a layout on to the next."""
+        """An input on the model's device, in the requested layout, which each layer passes on to the next."""
         if self.channels_last and tensor.dim() == 4:
             return tensor.to(device, memory_format=torch.channels_last, non_blocking=True)
         return tensor.to(device, non_blocking=True)
@@ -82,7 +82,7 @@ class Scaler:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether a step that is not finite may only mean that the scale is too large."""
+        """Whether a too large scale may be the cause of a step that is not finite."""
         return self.moves and self.scale > 1.0
 
     def move(self, applied: bool) -> None:
