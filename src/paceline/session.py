@@ -176,8 +176,8 @@ def _train(asked: _Asked, job: Job, world: LaunchEnvironment, given: torch.nn.Mo
     pace = Pace(training)
     pace.run.row, training.wrappers = row, wrappers
     if wrappers.found and pace.leader:
-        log.info(wrappers.words)
-        pace.record.write("hint", text=wrappers.words)
+        log.info(wrappers.notice)
+        pace.record.write("hint", text=wrappers.notice)
     _here[:] = [*(each for each in _here if not each.training.over), pace]
     _record(pace, parts, asked.codec, job.batch_size, bool(members and hidden))
     training.announce_met()

@@ -1,4 +1,4 @@
-"""Batches: a tensor, a tuple (inputs ..., target), a dict, or a nesting of these; how model and loss are called on them.
+"""Batches: a tensor, a tuple (inputs ..., target), a dict, or a nesting of these; calls of model and loss on them.
 
     tuple, list    model(*all but the last), and the loss gets the last
     dict           model(**batch), and the loss gets the whole dict
@@ -130,7 +130,7 @@ def divisible(batch: Any, dealt: int | None) -> int:
 
 
 def split(batch: Any, parts: int, least: int = 1) -> list[Any]:
-    """The batch in at most ``parts`` contiguous parts of nearly equal rows, each of ``least`` rows or more if possible."""
+    """The batch in at most ``parts`` contiguous parts of nearly equal rows, each of ``least`` or more if possible."""
     rows = count(batch)
     parts = max(1, min(parts, rows // least))
     if parts == 1:

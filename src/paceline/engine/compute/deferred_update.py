@@ -156,7 +156,7 @@ class DeferredUpdate:
 
     @contextmanager
     def _with_options(self) -> Iterator[None]:
-        """Within, the optimizer has the options of the step that made the gradient: a scheduler may have changed them."""
+        """Within, the optimizer has the options of the gradient's step, which a scheduler may have changed since."""
         groups = self.optimizer.param_groups
         current = [{key: group[key] for key in saved} for group, saved in zip(groups, self._options, strict=True)]
         try:

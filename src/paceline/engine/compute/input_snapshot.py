@@ -22,13 +22,13 @@ class InputSnapshot:
         self._overwritten: set[tuple[int, int]] = set()
 
     def capture(self, batch: Any) -> None:
-        """Raises ValueError for the batch of a retry that the model has overwritten without a copy having been made."""
+        """Raises ValueError for the batch of a retry that the model has overwritten, and of which there is no copy."""
         self.drop()
         tensors = [leaf for leaf in leaves(batch) if not leaf.is_inference()]  # inference tensors have no version
         if self._overwritten and not self._overwritten.isdisjoint(map(_mark, tensors)):
             raise ValueError(
-                "the model changed its input in place, which it had not done in the steps before, and this step must be "
-                "computed again on the original input; clone it in forward, or change it out of place"
+                "the model changed its input in place, which it had not done in the steps before, and this step must "
+                "be computed again on the original input; clone it in forward, or change it out of place"
             )
         self._overwritten = set()
         copy = self._change is not False

@@ -100,7 +100,7 @@ class Call:
 
 
 class Means:
-    """The recorded calls of losses that returned one number. ``elements``: also a mean over elements has its divisor."""
+    """The recorded calls of losses that returned one number. ``elements``: a mean over elements is divided by these."""
 
     def __init__(self, elements: bool = False):
         self.calls: list[Call] = []
