@@ -140,8 +140,7 @@ class Engine(sequential.Engine):
         reducer.receive = self._norms[0][0].receive
 
     def _check_frozen(self, looks: bool, count: int) -> None:
-        """Each replica needs its own copy of frozen parameters that forward changes; ``count`` replicas had samples.
-        Raises ValueError where forward has changed a shared one."""
+        """Finds frozen parameters that forward changes, in ``count`` replicas. Raises ValueError for a shared one."""
         if looks:
             computed = [one.moving for one in self.twins][: max(0, count - 1)]
             self.moving.found.update(*(one.found for one in computed))

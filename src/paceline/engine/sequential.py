@@ -91,9 +91,8 @@ class Engine(contract.Engine):
         self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
         self._num_held, self._layout, self._options = num_held(optimizer), Layout(model), Options(optimizer)
         self.moving = Moving(model)
-        self._deferred = DeferredUpdate(
-            model, optimizer, self.backward.parameters, lambda update: self._apply(update)[0]
-        )
+        parameters = self.backward.parameters
+        self._deferred = DeferredUpdate(model, optimizer, parameters, lambda update: self._apply(update)[0])
 
     @property
     def weights(self) -> Sequence[Tensor]:  # type: ignore[override]

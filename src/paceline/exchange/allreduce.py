@@ -244,16 +244,12 @@ class Exchange(contract.Exchange):
         self.choice.dealt(largest)
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
-        link_cost = cost_of(self.link, size)
+        own = cost_of(self.link, size)
         most, whole = [rows] * len(buckets), [rows * size] * len(buckets)
-        forms = choose(buckets, most, whole, size, set(), self._takes_factors, link_cost=link_cost)
+        forms = choose(buckets, most, whole, size, set(), self._takes_factors, link_cost=own)
         total = CommCost(0, 0)
         for bucket, form in zip(buckets, forms, strict=True):
-            one = (
-                factor_cost(bucket, rows, size, link_cost=link_cost)
-                if form == FACTORS
-                else dense_cost(bucket, size, link_cost=link_cost)
-            )
+            one = factor_cost(bucket, rows, size, 4, own) if form == FACTORS else dense_cost(bucket, size, own)
             total = CommCost(total.steps + one.steps, total.bytes + one.bytes, total.flops + one.flops)
         return total
 

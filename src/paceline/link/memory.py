@@ -84,8 +84,7 @@ class Hub:
                 self.next = Hub(len(self.joined), [self.ids[each] for each in sorted(self.joined)], self.threads)
                 self.meeting.notify_all()
         if self.ids[rank] not in self.next.ids:
-            others = sorted(self.joined - {rank})
-            raise LinkError(f"rank {rank} came too late: ranks {others} have continued without it")
+            raise LinkError(f"rank {rank} came too late: ranks {sorted(self.joined - {rank})} continued without it")
         return self.next, self.next.ids.index(self.ids[rank])
 
     def complete(self, rank: int) -> bool:

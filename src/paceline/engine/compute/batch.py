@@ -75,8 +75,7 @@ def count(batch: Any) -> int:
 
 
 def cut(batch: Any, start: int, stop: int, rows: int, change: Callable[[Tensor], Tensor] = lambda part: part) -> Any:
-    """Rows ``start`` to ``stop`` of a batch of ``rows``: of tensors, and of lists of other values, such as strings, of
-    the same length."""
+    """Rows ``start`` to ``stop`` of ``rows``: of tensors, and of lists of other values, such as strings."""
 
     def lists(part: Any) -> Any:
         listed = isinstance(part, list) or all(isinstance(each, str | bytes) for each in part)

@@ -60,9 +60,7 @@ class DeferredUpdate:
             self._watch()
         self._pending = {pending.bucket.index: pending for pending in update.pending}
         self._bucket_of = {
-            id(self.parameters[name]): pending.bucket.index
-            for pending in update.pending
-            for name in pending.bucket.names
+            id(self.parameters[name]): each.bucket.index for each in update.pending for name in each.bucket.names
         }
         self._used, self._rule = update.used, update.rule
         groups = self.optimizer.param_groups
@@ -220,9 +218,7 @@ def choose(requested: str | None, job: Job, row: str, engine: Engine, exchange: 
     if not engine.defers_updates:
         against.append(f"engine {row!r} updates all weights at once: use {ONE_PROCESS}")
     if getattr(numerics, "compile", False):
-        against.append(
-            f"engine {row!r} compiles the model, which hides where it reads a weight: use one without compile"
-        )
+        against.append(f"engine {row!r} compiles the model, hiding where it reads a weight: use one without compile")
     if any(_is_closed(module) for module in job.model.modules()):
         against.append("a scripted or compiled module hides where it reads a weight: use the module itself")
     if job.clip is not None:

@@ -84,8 +84,7 @@ class _Call:
 
 
 class _Nothing(torch.autograd.Function):
-    """Minus zero, as a function of a weight: added to the output of a layer that was computed with the weight out of
-    the graph, it connects the output to the weight again."""
+    """Minus zero, as a function of a weight that was out of the graph: connects the layer's output to it again."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, nothing: Tensor, shape: torch.Size, right: Tensor, state: Pass) -> Tensor:

@@ -135,8 +135,7 @@ class Seen(TorchFunctionMode):
 
 
 class Label(Tensor):
-    """Records the losses that it reaches. Tensors computed from labels alone, and integers computed with them, do so,
-    too."""
+    """Records the losses that it reaches; so do tensors computed from labels alone, and integers computed with them."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

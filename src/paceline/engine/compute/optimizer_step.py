@@ -90,8 +90,7 @@ def finish(
 
 
 def separate(dense: Sequence[Tensor], factored: Sequence[Factored]) -> None:
-    """Clones gradients that share memory, before they are scaled in place: of ``x + (a + b)``, both gradients are one
-    tensor."""
+    """Clones gradients that share memory and are scaled in place: of ``x + (a + b)``, both gradients are one tensor."""
     factors = [side for one in factored for side in (one.left, one.right)]
     with_grad = [p for p in dense if p.grad is not None]
     grads = [p.grad for p in with_grad if p.grad is not None]

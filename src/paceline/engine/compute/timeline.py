@@ -53,8 +53,7 @@ class Timeline:
         return sum(s for _, s in self.forward) + backward + self.updating(own)
 
     def updating(self, rows: Mapping[int, int]) -> float:
-        """Seconds of an update in which these buckets are factors of ``rows`` rows, of all nodes, and the others dense
-        (see `step_model`)."""
+        """Seconds of an update with these buckets as factors of ``rows`` rows, of all nodes, and the others dense."""
         own = {i: self.factor_rows[i] for i in rows if self.factor_rows[i]}
         alone = sum(self.products[i] for i in own)
         if self.factored_update:

@@ -43,8 +43,7 @@ class InStepReduce:
         self.lane = link.lane("norm") if self.leads and link is not None and link.size > 1 else None
 
     def reopen(self, link: transport.Link | None) -> None:
-        """Uses this link from the next step on, and new sockets within the node: a failed step leaves unread messages
-        in the old ones."""
+        """Uses this link and new local sockets from the next step on: a failed step leaves messages in the old ones."""
         self._link(link)
         self._stale = True
 

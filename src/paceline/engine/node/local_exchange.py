@@ -52,8 +52,7 @@ class _Relay(contract.Exchange):
         return self._forms
 
     def _put(self, gradient: Gradient) -> int:
-        """Writes to this process's shared memory; returns the number of rows of factors, or -1 for dense. Factors that
-        do not fit are reported in the vote, as a bucket that must be dense."""
+        """Writes to shared memory; the rows of factors, or -1 for dense. The vote reports factors that do not fit."""
         if gradient.output_grad is not None and not gradient.bucket.fits(len(gradient.output_grad)):
             self._overflow.add(gradient.bucket.index)
             return 0

@@ -121,15 +121,13 @@ def choose(
     return [form(bucket) for bucket in buckets]
 
 
-def reason(
-    bucket: Bucket, form: str, total: int, impure: bool, whole: CommCost, factors: CommCost, rates: Rates
-) -> str:
+def reason(bucket: Bucket, form: str, rows: int, impure: bool, whole: CommCost, factors: CommCost, rates: Rates) -> str:
     """One line: the layer's form, and why. ``whole``, ``factors``: the costs of either form."""
     name = bucket.names[0]
     if impure:
         return f"{name}: dense, since its factors are not its whole gradient"
-    if not bucket.fits(total):
-        return f"{name}: dense, since factors of {total} rows would be larger than the gradient"
+    if not bucket.fits(rows):
+        return f"{name}: dense, since factors of {rows} rows would be larger than the gradient"
     costs = f"factors {_described(factors, rates)}, dense {_described(whole, rates)}"
     if rates.per_byte:
         return f"{name}: {form}; {costs}, and {1e3 * factors.flops * rates.per_flop:.1f} ms to multiply with factors"
@@ -144,8 +142,7 @@ def _described(cost: CommCost, rates: Rates) -> str:
 def multiplication(
     bucket: Bucket, rows: int, dtype: torch.dtype, device: torch.device, multiply: Callable[..., object] = Tensor.addmm_
 ) -> float:
-    """Measured seconds per floating-point operation of adding the product of ``rows`` rows of factors to a part of a
-    gradient of this shape."""
+    """Measured seconds per floating-point operation of adding ``rows`` rows of factors to a part of such a gradient."""
     rows = max(1, rows)
     out_features, in_features = bucket.shapes[0]
     slab = max(1, min(out_features, TRIAL_FLOPS // (2 * rows * in_features)))

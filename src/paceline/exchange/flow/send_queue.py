@@ -32,14 +32,11 @@ class StepSends:
     """One step's buckets: in which messages and order they are sent; which have been offered and sent, and arrived.
 
     ``step``: its number, for the codec, which may still encode it when other code counts the next. ``packed``: lossless
-    compression where possible. ``high_bandwidth``: the network is fast, and gathers are not cut into chunks.
+    compression where possible. ``fast``: the network has a high bandwidth, and gathers are not cut into chunks.
     """
 
-    def __init__(
-        self, groups: Sequence[Sequence[int]], step: int = 0, packed: bool = False, high_bandwidth: bool = False
-    ):
-        self.groups, self.step, self.packed, self.high_bandwidth = groups, step, packed, high_bandwidth
-        self.num_sent = 0
+    def __init__(self, groups: Sequence[Sequence[int]], step: int = 0, packed: bool = False, fast: bool = False):
+        self.groups, self.step, self.packed, self.high_bandwidth, self.num_sent = groups, step, packed, fast, 0
         self.offered: dict[int, float] = {}
         self.waiting: dict[int, Gradient] = {}
         self.arrived: dict[int, InFlight] = {}  # by the first bucket of each group, until all of it has been taken

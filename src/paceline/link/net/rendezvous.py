@@ -60,8 +60,7 @@ def join(
 def _place(
     rank: int, size: int, host: str, port: int, secret: bytes, patience_s: float
 ) -> tuple[RendezvousStore | None, str, int]:
-    """(the server on rank 0, address, port): MASTER_PORT, or where torch's store has that port a free one, published
-    in torch's store."""
+    """(rank 0's server, address, port): MASTER_PORT, or a free port, published in torch's store, which has that one."""
     here = f"rank {rank} of {size} on {socket.gethostname()}"
     patience = timedelta(seconds=patience_s)
     board = _board(here, size, host, port, patience)

@@ -63,8 +63,7 @@ def resolve(host: str, patience_s: float = REACH_S / 2) -> str:
 
 
 def interface() -> tuple[str, str]:
-    """(environment variable, interface name) of GLOO_SOCKET_IFNAME, or of NCCL_SOCKET_IFNAME where it is an existing
-    name and not a pattern; else empty."""
+    """(variable, interface name) of GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME if that is no pattern; else empty."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         name = os.environ.get(variable, "").removeprefix("=")
         if name and (variable == "GLOO_SOCKET_IFNAME" or name in psutil.net_if_addrs()):

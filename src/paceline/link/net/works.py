@@ -118,6 +118,5 @@ def first_line(error: Exception | None) -> str:
 
 
 def outlive(thing: Any) -> None:
-    """Keeps ``thing`` from ever being destroyed: its destructor may block for ever, and its threads must not run while
-    the interpreter shuts down."""
+    """``thing`` is never destroyed: its destructor may block, and its threads must not run during the shutdown."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
