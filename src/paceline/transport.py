@@ -45,8 +45,8 @@ class Channel(Protocol):
     def send(self, parts: Iterable[bytes | memoryview], num_bytes: int) -> None:
         """Raises LinkError where the node has failed."""
 
-    def hurry(self) -> None:
-        """All others wait from now on: a slow transfer is declared failed, though bytes leave."""
+    def set_deadline_mode(self) -> None:
+        """From now on all other nodes wait for it: a slow transfer is declared failed, even while bytes leave."""
 
     def close(self) -> None: ...
 

@@ -29,7 +29,7 @@ class Left(Exception):
     pass
 
 
-class Hall(below_minimum.Door):
+class Hall(below_minimum.WaitingMember):
     """``says``: of each round, the words of this process besides what nobody says."""
 
     def __init__(self, num_nodes, minimum, says):

@@ -21,7 +21,7 @@ from typing import Any
 
 from paceline.contract import GlobalBatch
 from paceline.elastic import state_transfer
-from paceline.elastic.below_minimum import Door, enough, wait
+from paceline.elastic.below_minimum import WaitingMember, enough, wait
 from paceline.elastic.catch_up import CatchUp
 from paceline.elastic.consistency import unlike
 from paceline.environment import wait_s
@@ -38,7 +38,7 @@ SELDOM = "its exchange does not agree on every step, and takes nobody in between
 OWN = "the script that trains deals its rows itself, and only pace.batches can deal them to another node"
 
 
-class Admission(StepObserver, Door):
+class Admission(StepObserver, WaitingMember):
     """Of every process of every member. ``said``: what `consistency.digests` says of this one.
 
     ``ends``, ``gives_up``: end the training after a signal, or for now, all kept. Both raise.
@@ -269,7 +269,7 @@ class Admission(StepObserver, Door):
             try:
                 assert run.members.join_desk
                 line = (ahead and ahead.line) or run.members.join_desk.line(joiner.name)
-                line.hurry()
+                line.set_deadline_mode()
                 line.send(message.parts(), message.num_bytes)
             except LinkError as error:  # the next operation finds out, as for any other member
                 log.warning(f"{joiner.host}: {error}")

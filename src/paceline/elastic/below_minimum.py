@@ -25,8 +25,8 @@ POLL_S = 0.1  # between two rounds in which there is nothing to do
 SHORT_S = 0.005  # while state is being sent
 
 
-class Door:
-    """What those who wait do besides waiting. ``minimum``: of nodes that train."""
+class WaitingMember:
+    """A member that waits for more nodes, and its tasks meanwhile. ``minimum``: number of nodes that train."""
 
     minimum = 1
 
@@ -57,20 +57,20 @@ def enough(num_nodes: int, minimum: int) -> bool:
     return decide([Found.CAME] * num_nodes, minimum).verdict is QuorumVerdict.GO_ON
 
 
-def wait(door: Door, control: Control, pause: Callable[[float], None]) -> None:
-    """Until there are enough. Every process of every member must call it. Raises what `Door.end` raises."""
-    while not enough(door.num_nodes, door.minimum):
-        said = [json.loads(words) for words in control.all_gather(json.dumps(door.look()).encode())]
+def wait(member: WaitingMember, control: Control, pause: Callable[[float], None]) -> None:
+    """Until there are enough. Every process of every member must call it. Raises what `WaitingMember.end` raises."""
+    while not enough(member.num_nodes, member.minimum):
+        said = [json.loads(words) for words in control.all_gather(json.dumps(member.look()).encode())]
         leader = said[0]
         if stop := max(each["stop"] for each in said):
-            door.end(stop)
+            member.end(stop)
         if all(each["hung"] for each in said):
-            door.end(HANGUP)
+            member.end(HANGUP)
         if leader["over"]:
-            door.end(0)
-        copied = leader["follows"] and door.copy()
+            member.end(0)
+        copied = leader["follows"] and member.copy()
         # a leader that was lost while it said so names a generation that has been
         if leader["guests"] > control.generation:
-            door.admit()
+            member.admit()
         elif not copied:
             pause(SHORT_S if leader["follows"] else POLL_S)

@@ -46,7 +46,7 @@ class BulkChannel:
         veils = (mac(secret, b"veil of " + each, rank, nonces) for each in directions)
         self._hides, self._shows = (StreamCipher(secret, key) for key in veils)
         self._num_said = self._num_heard = 0
-        self._hurries_s = math.inf
+        self._deadline_mode_s = math.inf
         line.settimeout(STALL_S)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -76,15 +76,15 @@ class BulkChannel:
         eyes.register(self._line, select.POLLIN)
         return bool(eyes.poll(1e3 * limit_s))
 
-    def hurry(self) -> None:
+    def set_deadline_mode(self) -> None:
         """From now on a part that takes longer than STALL_S is too much."""
-        self._hurries_s = time.monotonic()
+        self._deadline_mode_s = time.monotonic()
 
     def _push(self, part: bytes | memoryview) -> None:
         begin, view = time.monotonic(), memoryview(part)
         while view:
             view = view[self._line.send(view) :]  # a deadline for each: a slow wire is not a broken one
-            if time.monotonic() - max(begin, self._hurries_s) > STALL_S:
+            if time.monotonic() - max(begin, self._deadline_mode_s) > STALL_S:
                 raise TimeoutError("it takes what it is given too slowly")
 
     def _put(self, part: bytes | memoryview) -> None:

@@ -148,7 +148,7 @@ class CatchUp:
     def end(self, all_of_it: bool) -> bool:
         """Nothing is being sent any more. Whether everything has been."""
         if self.line:
-            self.line.hurry()
+            self.line.set_deadline_mode()
         if all_of_it:
             self._messages.put(None)
         else:

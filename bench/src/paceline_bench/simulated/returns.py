@@ -95,7 +95,7 @@ class Coming(Members):
         return transport.View(self.link, (), heir.joiners)
 
 
-class Hall(below_minimum.Door):
+class Hall(below_minimum.WaitingMember):
     """``rank`` is a `rank.Rank`."""
 
     def __init__(self, rank: Any, launcher: Launcher, minimum: int, most: int):

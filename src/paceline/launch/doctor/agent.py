@@ -53,7 +53,7 @@ class DoctorAgent:
     def reach(self, peers: dict[str, tuple[str, int]], patience_s: float) -> dict[str, str]:
         """For each peer at (address, port): "" where it was reached, else why not."""
 
-        def knock(place: tuple[str, int]) -> str:
+        def connect(place: tuple[str, int]) -> str:
             address, port = place
             try:
                 pair_probe.reach(self._own, address, port, self._secret, patience_s).close()
@@ -64,7 +64,7 @@ class DoctorAgent:
             return ""
 
         with ThreadPoolExecutor(max(1, len(peers))) as crowd:  # at once, since each may take all of the patience
-            return dict(zip(peers, crowd.map(knock, peers.values()), strict=True))
+            return dict(zip(peers, crowd.map(connect, peers.values()), strict=True))
 
     def measure(self, address: str, port: int, seconds: float) -> dict[str, Any]:
         """Latency, bandwidth to a peer; ``stalled`` instead of the latter where a flood does not come through."""
