@@ -349,7 +349,7 @@ def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show.failed = True  # type: ignore[attr-defined]
         process_status.failed(error, max((pace.num_steps for pace in _here), default=0), isinstance(error, LinkError))
-        if getattr(error, "told", False):
+        if getattr(error, "reported", False):
             return  # another process of this run prints the same text
         if isinstance(error, LinkError) and error.resumes:
             log.error(f"{error}; exit code {RESUME_CODE}: resume from the newest checkpoint")

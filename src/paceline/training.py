@@ -208,7 +208,7 @@ class Training:
             run.exchange.close()
             raise
         except (NotFinite, NoGradient, UnlikeOptions) as error:
-            error.told = getattr(error, "told", not run.speaks)  # type: ignore[union-attr]
+            error.reported = getattr(error, "reported", not run.speaks)  # type: ignore[union-attr]
             raise
         if batch.step is not None:
             cursor.epoch, cursor.next_step = (epoch + 1, 0) if batch.ends_epoch else (epoch, batch.step + 1)

@@ -116,14 +116,14 @@ class Link(transport.Link):
         if self.detector:
             self.detector.abandon()
 
-    def hears(self, peer: int, what: str) -> None:
+    def check_alive(self, peer: int, what: str) -> None:
         """Raises LinkError where that rank is known to have failed."""
         if self.detector and peer in self.detector.dead:
-            raise self.lost(what, 0.0, None)
+            raise self.failure(what, 0.0, None)
 
     def _look_at_others(self) -> None:
         if self.detector and (self.detector.dead or self.detector.left):
-            raise self.lost("the making of a lane", 0.0, None)
+            raise self.failure("the making of a lane", 0.0, None)
 
     def _make_group(self, name: str) -> Any:
         store = dist.PrefixStore(name, self.store)
@@ -198,7 +198,7 @@ class Link(transport.Link):
         try:
             return operation()
         except RuntimeError as error:
-            raise self.lost(what, 0.0, error) from error
+            raise self.failure(what, 0.0, error) from error
 
     def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> transport.Handle:
         tensor = tensor.contiguous()
@@ -262,7 +262,7 @@ class Link(transport.Link):
             return CommCost(rounds, rounds * num_bytes)
         return CommCost(1, num_bytes if operation == "send" else 0)
 
-    def lost(self, what: str, waited_s: float, error: Exception | None) -> LinkError:
+    def failure(self, what: str, waited_s: float, error: Exception | None) -> LinkError:
         """The error for a failed operation: which peer, on which host, after how long a wait."""
         cut = self._cut_off(error)
         peer = self.detector.verdict(2.5 if error and cut is None else 0.0) if self.detector else None
@@ -306,7 +306,7 @@ class _Handle(transport.Handle):
                     return self._settled(waited_s)
                 detector = self.link.detector
                 if detector and (detector.dead or (detector.left and waited_s > LEFT_S)):
-                    raise self.link.lost(self.what, waited_s, None) from None
+                    raise self.link.failure(self.what, waited_s, None) from None
                 if waited_s >= patience_s:
                     raise LinkError(f"gave up on {self.what} after {waited_s:.0f} s; every peer is alive") from None
 
@@ -315,7 +315,7 @@ class _Handle(transport.Handle):
         try:
             self.work.wait(timedelta(seconds=POLL_S))
         except RuntimeError as error:
-            raise self.link.lost(self.what, waited_s, error) from None
+            raise self.link.failure(self.what, waited_s, error) from None
         return self.result()
 
 

@@ -122,7 +122,7 @@ class Link(transport.Link):
         try:
             request = start()
         except self._library.mpi.Exception as error:
-            raise self.lost(what, 0.0, error) from error
+            raise self.failure(what, 0.0, error) from error
         self.sent_bytes += int(self.cost(kind, num_bytes).bytes)
         return _Handle(self, what, result, self._library.progress.watch(request, buffers))
 
@@ -211,7 +211,7 @@ class Link(transport.Link):
             return CommCost(rounds, others * num_bytes // size)
         return CommCost(1, num_bytes if operation == "send" else 0)
 
-    def lost(self, what: str, waited_s: float, error: Exception | None = None) -> LinkError:
+    def failure(self, what: str, waited_s: float, error: Exception | None = None) -> LinkError:
         """The error for a failed operation: which peer, on which host, after how long a wait."""
         peer = self.detector.verdict(2.5 if error else 0.0) if self.detector else None
         return loss(self, peer, what, waited_s, error)
@@ -220,7 +220,7 @@ class Link(transport.Link):
         """The error for a node that no longer answers this one, though rank 0 may reach both."""
         peer = self.detector.verdict(1.0) if self.detector else None
         if peer is not None:
-            return self.lost(what, waited_s)
+            return self.failure(what, waited_s)
         return LinkError(
             f"no answer from {address} during {what} (waited {waited_s:.1f} s) for {SILENT_S} s, though rank 0 may "
             f"hear it; look at the network between the two"
@@ -254,11 +254,11 @@ class _Handle(transport.Handle):
             if waited_s > SILENT_S and (address := unanswered(self.link._addresses)) and not self.done():
                 raise self.link.cut_off(self.what, waited_s, address)
             if detector and (detector.dead or (detector.left and waited_s > LEFT_S)) and not self.done():
-                raise self.link.lost(self.what, waited_s)
+                raise self.link.failure(self.what, waited_s)
             if waited_s >= patience_s and not self.done():
                 raise LinkError(f"gave up on {self.what} after {waited_s:.0f} s; no peer is known to be dead")
         if flight and flight.error:
-            raise self.link.lost(self.what, time.monotonic() - start, flight.error)
+            raise self.link.failure(self.what, time.monotonic() - start, flight.error)
         return self.result()
 
 

@@ -69,5 +69,5 @@ def without_gradient() -> NoGradient:
         "the loss does not require grad, and with batch_norm='sync' every process with rows takes part in backward: "
         "look for torch.no_grad(), .detach() and .item() before it; where nothing counts, return 0 * output.sum()"
     )
-    error.told = False  # type: ignore[attr-defined]
+    error.reported = False  # type: ignore[attr-defined]
     return error

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 PRECISION = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-WORDS = ("channels_last", "bf16", "fp16", "fused", "compile")
+OPTIONS = ("channels_last", "bf16", "fp16", "fused", "compile")
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
@@ -32,14 +32,14 @@ class Numerics:
     compile: bool = False
 
     @classmethod
-    def parse(cls, words: Sequence[str]) -> Numerics:
+    def parse(cls, options: Sequence[str]) -> Numerics:
         """Raises ValueError for an unknown option, or two that exclude each other."""
-        if unknown := [word for word in words if word not in WORDS]:
-            raise ValueError(f"no numerics named {', '.join(map(repr, unknown))}; known: {', '.join(WORDS)}")
-        if "bf16" in words and "fp16" in words:
+        if unknown := [option for option in options if option not in OPTIONS]:
+            raise ValueError(f"no numerics named {', '.join(map(repr, unknown))}; known: {', '.join(OPTIONS)}")
+        if "bf16" in options and "fp16" in options:
             raise ValueError("bf16 and fp16 exclude each other; choose one")
-        precision = next((word for word in words if word in PRECISION), "fp32")
-        return cls("channels_last" in words, precision, "fused" in words, "compile" in words)
+        precision = next((option for option in options if option in PRECISION), "fp32")
+        return cls("channels_last" in options, precision, "fused" in options, "compile" in options)
 
     @property
     def fidelity(self) -> str:
@@ -65,8 +65,8 @@ class Numerics:
 
 def parse_row(row: str) -> tuple[str, Numerics]:
     """ "processes:2+channels_last" is ("processes:2", its numerics)."""
-    engine, *words = (part.strip() for part in row.split("+"))
-    return engine, Numerics.parse(words)
+    engine, *options = (part.strip() for part in row.split("+"))
+    return engine, Numerics.parse(options)
 
 
 START, GROWTH_STEPS = 65536.0, 2000

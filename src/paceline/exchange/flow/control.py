@@ -112,6 +112,6 @@ def alone(control: transport.Control, chosen: Callable[[], bool], work: Callable
             continue
         refused, text = json.loads(message)
         other: Exception = CheckpointError(text) if refused else RuntimeError(f"another process failed: {text}")
-        other.told = True  # type: ignore[attr-defined]
+        other.reported = True  # type: ignore[attr-defined]
         raise other
     return result
