@@ -197,7 +197,9 @@ def test_what_a_node_does_not_share_is_sent_to_its_processes():
         assert places.hold(weight)
         assert not any(map(places.hold, model.buffers()))
         relay = SimpleNamespace(
-            local_group=local_group, alone=True, not_shared=lambda given: [each for each in given if not places.hold(each)]
+            local_group=local_group,
+            alone=True,
+            not_shared=lambda given: [each for each in given if not places.hold(each)],
         )
         plain = Control(memory.Members(memory.world(1)[0]))
         control = (LeaderControl, FollowerControl)[local_group.rank](plain, relay)

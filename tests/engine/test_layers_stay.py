@@ -68,7 +68,7 @@ CHANGES = {
     ),
     "two of them changed": (
         lambda m: put(m.rest, "_modules", {**m.rest._modules, "0": m.rest[2], "2": m.rest[0]}),
-        "now",
+        "was replaced",
     ),
     "parametrized": (lambda m: parametrizations.weight_norm(m.head), r"parameter 'head\.\w+.* is new"),
 }

@@ -123,7 +123,7 @@ class Link(transport.Link):
 
     def _look_at_others(self) -> None:
         if self.detector and (self.detector.dead or self.detector.left):
-            raise self.failure("the making of a lane", 0.0, None)
+            raise self.failure("opening a lane", 0.0, None)
 
     def _make_group(self, name: str) -> Any:
         store = dist.PrefixStore(name, self.store)
