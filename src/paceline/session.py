@@ -176,8 +176,8 @@ def _train(request: _Request, job: Job, world: LaunchEnvironment, given: torch.n
     pace = Pace(training)
     pace.run.row, training.wrappers = row, wrappers
     if wrappers.found and pace.leader:
-        log.info(wrappers.words)
-        pace.record.write("hint", text=wrappers.words)
+        log.info(wrappers.notice)
+        pace.record.write("hint", text=wrappers.notice)
     _joined[:] = [*(pace for pace in _joined if not pace.training.over), pace]
     _record(pace, parts, request.codec, job.batch_size, bool(members and encrypted))
     training.announce_met()

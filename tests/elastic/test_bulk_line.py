@@ -135,7 +135,7 @@ def test_a_slow_wire_is_not_a_broken_one_but_while_all_others_wait(monkeypatch, 
         reader.start()
         begin = time.monotonic()
         if hurry:
-            threading.Timer(1.0, sends.hurry).start()  # in the middle of a message
+            threading.Timer(1.0, sends.set_deadline_mode).start()  # in the middle of a message
             with pytest.raises(LinkError, match="too slowly"):
                 sends.send([sent], len(sent))
         else:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from paceline.data.load_balance import LoadBalancer, fair_shares
+from paceline.data.load_balance import LoadBalancer, fair_shares, parse_shares
 from paceline.data.sampler import Assignment, apportion
 from paceline.messages import Vote
 from paceline.train.settings import Settings

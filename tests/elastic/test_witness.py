@@ -79,9 +79,9 @@ def test_a_line_that_breaks_is_no_end_however_often_one_looks_and_is_opened_agai
     first = watch._connections["other"]
     (line,) = point._guests
     line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    point._guests[line].deadline = 0.0  # with a reset, by its own thread, which a knock wakes
+    point._clients[line].deadline = 0.0  # with a reset, by its own thread, which a knock wakes
     socket.create_connection(("127.0.0.1", point.port)).close()
-    until(lambda: line not in point._guests)
+    until(lambda: line not in point._clients)
     for _ in range(3):
         assert not watch.ended("other", 0.1)
     assert first.broken

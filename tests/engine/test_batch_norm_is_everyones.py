@@ -216,7 +216,7 @@ def test_an_error_in_one_process_reaches_those_who_wait_for_its_rows(fails):
     for thread in threads:
         thread.join(30)
     assert isinstance(heard[fails], KeyError)
-    assert "gave up in the step: 'a row that cannot be computed'" in str(heard[1 - fails])
+    assert "failed in the step: 'a row that cannot be computed'" in str(heard[1 - fails])
 
 
 def test_an_error_in_one_replica_ends_those_who_wait_for_its_rows():

@@ -197,7 +197,9 @@ def test_what_a_node_does_not_share_is_sent_to_its_processes():
         assert places.hold(weight)
         assert not any(map(places.hold, model.buffers()))
         relay = SimpleNamespace(
-            local_group=local_group, alone=True, apart=lambda given: [each for each in given if not places.hold(each)]
+            local_group=local_group,
+            alone=True,
+            not_shared=lambda given: [each for each in given if not places.hold(each)],
         )
         plain = Control(memory.Members(memory.world(1)[0]))
         control = (LeaderControl, FollowerControl)[local_group.rank](plain, relay)
@@ -212,7 +214,7 @@ def test_what_a_node_does_not_share_is_sent_to_its_processes():
             with pytest.raises(ValueError, match="local rank 0 has 8 bytes of buffers and this process 12"):
                 control.broadcast([torch.zeros(3)])
         else:
-            local_group.all_gather_bytes(control._with_news(bytes(8)), "spreading")
+            local_group.all_gather_bytes(control._with_changes(bytes(8)), "spreading")
         return model.wide.tolist(), model.count.tolist(), half.tolist(), weight.mean().item()
 
     assert meet(2, work) == [([1.0] * 4, [0, 1, 2], [1.5, 1.5], 7.0)] * 2

@@ -31,7 +31,7 @@ def train(size, model, overlap="forward", batches=BATCHES, schedule=None, forms=
         rank.engine.accumulate = accumulate
         rank.run.job.scheduler = schedule(rank.optimizer) if schedule else None
         losses = rank.train(batches)
-        held = len(rank.engine._later._coming)
+        held = len(rank.engine._deferred._pending)
         state, moments = rank.state(), rank.optimizer.state_dict()["state"]
         rank.exchange.close()
         return state, losses, held, moments
@@ -173,7 +173,7 @@ def test_a_layer_waits_for_its_own_weights_alone():
         opened = []
 
         def computed(*_):
-            opened.append(rank.engine._later._coming.keys() == {0})
+            opened.append(rank.engine._deferred._pending.keys() == {0})
             gates[link.rank].set()
 
         rank.train(BATCHES[:1])

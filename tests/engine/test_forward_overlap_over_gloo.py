@@ -48,8 +48,8 @@ def join(overlap="forward", optimizer=None, **options):
     [
         ({"clip": 1.0, "engine": "sequential"}, "clip=1 needs the norm of the whole gradient"),
         ({"precision": "fp16", "engine": "sequential"}, "fp16 scales the loss"),
-        ({"exchange": "local_sgd:2", "engine": "sequential"}, "the exchange has nothing that arrives later"),
-        ({"engine": "replicas:2"}, "engine 'replicas:2' updates all at once: use sequential or threads:k"),
+        ({"exchange": "local_sgd:2", "engine": "sequential"}, "the exchange has no gradients that arrive later"),
+        ({"engine": "replicas:2"}, "engine 'replicas:2' updates all weights at once: use sequential or threads:k"),
         ({"engine": "sequential+compile"}, "compiles the model"),
         ({"overlap": "sideways"}, "overlap is one of backward, forward, got 'sideways'"),
     ],

@@ -30,22 +30,22 @@ def put(where, name, value):
 
 
 CHANGES = {
-    "a layer": (lambda m: m.rest.__setitem__(2, nn.Linear(8, 3)), r"layer \(Linear\) 'rest\.2' is another one now"),
+    "a layer": (lambda m: m.rest.__setitem__(2, nn.Linear(8, 3)), r"layer \(Linear\) 'rest\.2' was replaced"),
     "one of buffers alone": (
         lambda m: put(m, "norm", nn.BatchNorm1d(8, affine=False)),
-        r"layer \(BatchNorm1d\) 'norm' is another one now",
+        r"layer \(BatchNorm1d\) 'norm' was replaced",
     ),
     "a parameter": (
         lambda m: put(m.first, "weight", nn.Parameter(m.first.weight.detach())),
-        r"parameter 'first\.weight' is another one now",
+        r"parameter 'first\.weight' was replaced",
     ),
     "one that does not train": (
         lambda m: put(m, "still", nn.Parameter(2 * m.still.detach(), requires_grad=False)),
-        r"parameter 'still' is another one now",
+        r"parameter 'still' was replaced",
     ),
     "behind torch's back": (
         lambda m: m.first._parameters.update(bias=nn.Parameter(torch.zeros(8))),
-        r"parameter 'first\.bias' is another one now",
+        r"parameter 'first\.bias' was replaced",
     ),
     "another shape": (
         lambda m: put(m.first.bias, "data", torch.zeros(1)),
@@ -60,15 +60,15 @@ CHANGES = {
         lambda m: m.head.register_parameter("scale", nn.Parameter(torch.ones(3))),
         r"parameter 'head\.scale' is new",
     ),
-    "one layer less": (lambda m: m.rest.__delitem__(2), r"layer \(Linear\) 'rest\.2' is gone"),
-    "one parameter less": (lambda m: put(m.head, "bias", None), r"parameter 'head\.bias' is gone"),
+    "one layer less": (lambda m: m.rest.__delitem__(2), r"layer \(Linear\) 'rest\.2' was removed"),
+    "one parameter less": (lambda m: put(m.head, "bias", None), r"parameter 'head\.bias' was removed"),
     "tied": (
         lambda m: put(m.rest[0], "weight", m.head.weight),
-        r"parameter 'rest\.0\.weight' is another one now",
+        r"parameter 'rest\.0\.weight' was replaced",
     ),
     "two of them changed": (
         lambda m: put(m.rest, "_modules", {**m.rest._modules, "0": m.rest[2], "2": m.rest[0]}),
-        "now",
+        "was replaced",
     ),
     "parametrized": (lambda m: parametrizations.weight_norm(m.head), r"parameter 'head\.\w+.* is new"),
 }
@@ -112,7 +112,7 @@ def test_in_a_loop_of_ones_own_too():
     with paceline.join(model, optimizer, batch_size=6, engine="sequential") as pace:
         model.head = nn.Linear(3, 3)
         pace.backward(F.cross_entropy(model(BATCH[0]), BATCH[1]), rows=6)
-        with pytest.raises(ValueError, match=r"layer \(Linear\) 'head' is another one now"):
+        with pytest.raises(ValueError, match=r"layer \(Linear\) 'head' was replaced"):
             pace.update()
 
 

@@ -174,7 +174,7 @@ def test_it_is_looked_at_in_the_first_step_alone(accumulate, monkeypatch):
     def train(known: bool) -> Any:
         def work(link: Any) -> Any:
             engine = sequential.Engine()
-            engine.accumulate, engine._halved = accumulate, known
+            engine.accumulate, engine._parts_checked = accumulate, known
             rank = nodes.Rank(link, nodes.build(), engine=engine)
             rank.train(data)
             return rank.state(), engine.hint

@@ -20,7 +20,7 @@ class Crew:
     def __init__(self, rank, lines):
         self.rank, self.size, self.lines = rank, 2, {1 - rank: None}
         self._out, self._in = lines[rank], lines[1 - rank]
-        self.failure_detector = SimpleNamespace(activity=Activity(), tells=False)
+        self.failure_detector = SimpleNamespace(activity=Activity(), reports=False)
 
     def send(self, peer, kind, words):
         self._out.put((kind, words))

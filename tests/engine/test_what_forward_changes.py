@@ -366,7 +366,7 @@ def test_a_wrong_word_and_an_exchange_that_meets_seldom_are_refused():
     given = model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy
     with pytest.raises(ValueError, match="buffers is 'own' or 'broadcast', got 'mean'"):
         paceline.join(*given, batch_size=4, buffers="mean")
-    with pytest.raises(ValueError, match="buffers='broadcast' is after each step"):
+    with pytest.raises(ValueError, match="buffers='broadcast' runs after each step"):
         paceline.join(*given, batch_size=4, buffers="broadcast", exchange="local_sgd:4", engine="threads:1")
 
 

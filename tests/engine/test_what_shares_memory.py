@@ -155,7 +155,7 @@ def test_an_input_that_is_changed_for_the_first_time_in_a_step_to_be_computed_ag
     rank.engine.gradient(data, 0.25, rank.exchange.forms(), lambda sent: None)
     rank.engine.rollback(kept)
     for _ in range(2):
-        with pytest.raises(ValueError, match="changed its input in place, which it had not in the steps before"):
+        with pytest.raises(ValueError, match="changed its input in place, which it had not done in the steps before"):
             rank.engine.gradient(data, 0.25, rank.exchange.forms(), lambda sent: None)
     rank.engine.gradient(some(1, 4)[0], 0.25, rank.exchange.forms(), lambda sent: None)  # another batch may come
 

@@ -82,8 +82,8 @@ def test_mpi_s_fewer_messages_make_the_choice_where_messages_are_dear():
     """Of eight: gloo's sum and a gather have 14 messages each, MPI's sum has 6."""
     rates, chosen = Rates(0.1, FAST, 1e-15), {}
     for kind in (TorchLink, MpiLink):
-        asks = asked_of(kind, 8)
-        both = dense_cost(LAYER, 8, asks=asks), factor_cost(LAYER, 16, 8, asks=asks)
+        link_cost = asked_of(kind, 8)
+        both = dense_cost(LAYER, 8, link_cost=link_cost), factor_cost(LAYER, 16, 8, link_cost=link_cost)
         assert both[0].steps == {TorchLink: 14, MpiLink: 6}[kind]
         (chosen[kind],) = choose([LAYER], [16], [128], 8, set(), False, rates, costs=lambda _, both=both: both)
     assert chosen == {TorchLink: FACTORS, MpiLink: DENSE}
@@ -103,7 +103,7 @@ def test_a_chosen_collective_s_cost_makes_the_choice():
             declared = exchange.cost([layer], 1000, 8)
             forms = []
             for per_flop in FLOPS:
-                exchange.choice.rates, exchange.choice.asked = Rates(1e-3, 1e-8, per_flop), "measured"
+                exchange.choice.rates, exchange.choice.requested = Rates(1e-3, 1e-8, per_flop), "measured"
                 forms += exchange.choice._choose([DENSE])
             exchange.close()
             return both, forms, declared

@@ -11,7 +11,7 @@ import ranks
 from nodes import HIDDEN, IN, OUT, Plain, Rank, build, rows
 from paceline.codec.lossless import HEAD, SLOW_S, WHOLE, fits, joined, pack, unpack
 from paceline.exchange.allreduce import Exchange
-from paceline.exchange.flow.autotuner import QUICK_S, Autotuner
+from paceline.exchange.flow.autotuner import HIGH_BANDWIDTH_S, Autotuner
 from paceline.exchange.flow.control import Control
 from paceline.exchange.flow.wire_rates import SPAN
 from paceline.link.memory import Members
@@ -269,7 +269,7 @@ def test_a_quick_wire_is_known_by_its_rate_and_told_to_the_lane():
         exchange.open([bucket], link, parse("codec", "none"))
         for per_byte in (1.1, 0.9, 1.1, 1.4):
             for _ in range(SPAN):
-                took = (per_byte * QUICK_S * 4 * bucket.numel,)
+                took = (per_byte * HIGH_BANDWIDTH_S * 4 * bucket.numel,)
                 exchange.choice.learn(Vote(took=took, ready=(0.0,)), [CommCost(2, 4 * bucket.numel)])
             seen.append(exchange.choice.high_bandwidth)
             exchange.begin()

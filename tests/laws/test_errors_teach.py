@@ -419,7 +419,7 @@ def test_where_nodes_may_be_lost_statistics_of_all_need_an_exchange_that_agrees_
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     words = {"batch_size": 2, "engine": "sequential", "exchange": "local_sgd:4", "batch_norm": "sync"}
-    with pytest.raises(ValueError, match=r"an exchange that agrees each step, such as allreduce.* 'local_sgd:4'"):
+    with pytest.raises(ValueError, match=r"an exchange that votes on each step, such as allreduce.* 'local_sgd:4'"):
         paceline.join(model, optimizer, torch.nn.functional.mse_loss, **words)
 
 

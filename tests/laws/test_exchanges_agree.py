@@ -160,7 +160,7 @@ def test_replicas_that_differ_are_seen():
         rank = Rank(link, build())
         with torch.no_grad():
             rank.model.second.bias[3] += 1e-9 * link.rank
-        return [rank.step(Whole(data)).drift for data in [BATCHES[0]] * len(rank.engine._looks)]
+        return [rank.step(Whole(data)).drift for data in [BATCHES[0]] * len(rank.engine._hash_parts)]
 
     for size, want in ((1, False), (2, True)):
         assert all(any(seen) == want for seen in ranks.run(size, work))

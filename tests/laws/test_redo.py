@@ -46,7 +46,7 @@ class Refusing(allreduce.Exchange):
 def everything(rank):
     """All that a step may change, as values."""
     state = copy.deepcopy(
-        (rank.state(), rank.optimizer.state_dict()["state"], rank.exchange.state(), rank.engine._turn)
+        (rank.state(), rank.optimizer.state_dict()["state"], rank.exchange.state(), rank.engine._step_number)
     )
     return state, rng.state()
 

@@ -333,7 +333,7 @@ def test_a_name_that_leads_home_is_refused():
 def test_a_rank_that_others_are_told_to_look_for_at_home_is_refused():
     far = route.Member(0, "a", "10.0.0.1", 1, b"")
     home = route.Member(1, "b", "127.0.0.1", 1, b"")
-    assert route.complaint(far, [far, home]).startswith("rank 1 on b (127.0.0.1) tells the others an address where")
+    assert route.complaint(far, [far, home]).startswith("rank 1 on b (127.0.0.1) published a loopback address")
 
 
 def test_the_interface_that_was_asked_for(monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 from paceline.errors import LinkError
 from paceline.link.net import store_server
 from paceline.link.net.auth import (
-    GUEST,
+    CLIENT,
     HEADER,
     HELLO,
     REFUSED,
@@ -190,7 +190,7 @@ def test_a_frame_that_is_said_again_or_changed_ends_the_conversation(point, how)
             return words[:10] + bytes([words[10] ^ 1]) + words[11:]
         if how == "cut":
             return struct.pack("<I", 3) + words[4:]
-        return MessageAuthenticator(b"guessed", GUEST, 1, bytes(2 * SIZE)).wrap([b"set", b"count", b"9"]) + words
+        return MessageAuthenticator(b"guessed", CLIENT, 1, bytes(2 * SIZE)).wrap([b"set", b"count", b"9"]) + words
 
     with Tap(point.port) as tap, member(tap.server.getsockname()[1]) as meeting:
         assert meeting.add("count", 1) == 1
@@ -208,16 +208,16 @@ def test_an_answer_that_is_changed_is_not_believed(point):
     with Tap(point.port) as tap, member(tap.server.getsockname()[1]) as meeting:
         meeting.set("key", "value")
         tap.change["server"] = lambda words: words[:-40] + bytes([words[-40] ^ 1]) + words[-39:]
-        with pytest.raises(LinkError, match=r"lost the meeting point .*wrong seal"):
+        with pytest.raises(LinkError, match=r"lost the meeting point .*wrong MAC"):
             meeting.get("key")
 
 
 def test_a_seal_is_of_one_direction_one_conversation_and_one_place_in_it():
     nonces = bytes(range(64))
-    one, other = MessageAuthenticator(SECRET, GUEST, 1, nonces), MessageAuthenticator(SECRET, SERVER, 1, nonces)
+    one, other = MessageAuthenticator(SECRET, CLIENT, 1, nonces), MessageAuthenticator(SECRET, SERVER, 1, nonces)
     first, second = one.wrap([b"first"]), one.wrap([b"second"])
     assert other.take(bytearray(first)) == [b"first"]
-    for wrong in (first, other.wrap([b"mine"]), MessageAuthenticator(SECRET, GUEST, 2, nonces).wrap([b"second"])):
+    for wrong in (first, other.wrap([b"mine"]), MessageAuthenticator(SECRET, CLIENT, 2, nonces).wrap([b"second"])):
         with pytest.raises(AuthError):
             other.take(bytearray(wrong))
     assert other.take(bytearray(second)) == [b"second"]
@@ -256,10 +256,10 @@ def test_strangers_of_every_kind_keep_nobody_waiting_and_are_few(point, monkeypa
         with member(point.port, 1) as late:
             assert late.get("key") == b"value"
         assert time.monotonic() - start < 3.0
-        assert len(point._guests) <= MAX_STRANGERS + 2
+        assert len(point._clients) <= MAX_STRANGERS + 2
         time.sleep(1.0)
         early.set("key", "later")
-        assert len(point._guests) <= 2, "silence has no deadline"
+        assert len(point._clients) <= 2, "silence has no deadline"
         assert early.get("key") == b"later"
     assert len(capsys.readouterr().err.splitlines()) <= MAX_NOTES
 
@@ -277,7 +277,7 @@ def test_a_member_that_says_what_no_member_says_loses_its_place_and_nobody_else_
     with member(point.port, 0) as good:
         for question in questions:
             with member(point.port) as bad, pytest.raises(LinkError, match="lost the meeting point"):
-                bad._ask(*question)
+                bad._request(*question)
         good.set("key", "1")
         assert good.add("key", 1) == 2
 
@@ -291,6 +291,6 @@ def test_a_member_that_does_not_listen_is_let_go(point):
         good.set("key", "value")
         assert good.get("key") == b"value"
         end = time.monotonic() + 5.0
-        while len(point._guests) > 1:
+        while len(point._clients) > 1:
             assert time.monotonic() < end
             time.sleep(0.05)

@@ -241,5 +241,5 @@ def test_what_cannot_be_served_is_refused_with_the_reason(case):
 def test_rank_0_may_have_an_ipv6_address():
     assert mpi._address("fd00::1", ["a", "b"], [[], []]) == "fd00::1"
     assert mpi._address("::1", ["a", "a"], [[], []]) == "::1"
-    with pytest.raises(OSError, match="no way from a to ::1"):
+    with pytest.raises(OSError, match="no route from a to ::1"):
         mpi._address("::1", ["a", "::1"], [[], []])

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from paceline.link.net.auth import GUEST, SERVER, MessageAuthenticator
+from paceline.link.net.auth import CLIENT, SERVER, MessageAuthenticator
 from paceline.link.net.framing import MAX_BYTES, MessageSocket
 
 
@@ -20,7 +20,7 @@ def pair():
         other, _ = server.accept()
     for line in (one, other):
         line.setblocking(False)
-    yield MessageSocket(one, seal(GUEST)), MessageSocket(other, seal(SERVER))
+    yield MessageSocket(one, seal(CLIENT)), MessageSocket(other, seal(SERVER))
     one.close()
     other.close()
 
@@ -51,7 +51,7 @@ def test_words_come_whole_and_in_order(pair):
 
 def test_half_a_word_is_kept_until_the_rest_comes(pair):
     one, other = pair
-    whole = seal(GUEST).wrap([b"h", b"abc"])
+    whole = seal(CLIENT).wrap([b"h", b"abc"])
     for i in range(len(whole)):
         assert other.receive() == ([], True)
         one.line.send(whole[i : i + 1])
@@ -71,7 +71,7 @@ def test_a_word_that_is_too_long_ends_it_and_so_does_the_end(pair):
 
 def test_a_word_that_is_changed_or_said_again_ends_it(pair):
     one, other = pair
-    word = seal(GUEST).wrap([b"q", b""])
+    word = seal(CLIENT).wrap([b"q", b""])
     one.line.send(word + word)
     time.sleep(0.05)
     assert other.receive() == ([(b"q", b"")], False)

@@ -56,7 +56,7 @@ def test_every_variable_key_and_word_is_explained():
     page = (DOCS / "options.md").read_text()
     names = {name for path in SOURCES for name in re.findall(r"PACELINE_[A-Z_]+", path.read_text())}
     names |= {field.name for kind in (Plan, Row, Team) for field in dataclasses.fields(kind)}
-    names |= set(precision.WORDS)
+    names |= set(precision.OPTIONS)
     assert {name for name in names if f"`{name}`" not in page} == set()
 
 

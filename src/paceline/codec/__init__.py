@@ -1,1 +1,1 @@
-"""Gradient compression: what a gradient looks like on the wire."""
+"""Gradient compression: the encoding in which a gradient is communicated."""

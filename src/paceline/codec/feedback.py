@@ -1,8 +1,8 @@
 """Error feedback around a lossy codec: what was not sent is added next time.
 
 *Use* around any codec that loses mass: ``feedback/topk:keep=0.01``.
-*Laws*: sent + next residual = gradient + residual, bit for bit where the codec only selects; a step
-that is not applied leaves the residual as it was; dealt to other ranks, residuals keep their sum.
+*Invariants*: sent + next residual = gradient + residual, bit for bit where the codec only selects; a step
+that is not applied leaves the residual unchanged; redistribution to other ranks keeps the residuals' sum.
 *Source*: Seide et al. 2014 (doi 10.21437/Interspeech.2014-274), section 3.
 """
 
@@ -34,7 +34,7 @@ class Codec(contract.Codec):
         residual, deeper = memory
         wanted = flat if residual is None else flat + residual
         payload, pending = self.inner.encode(wanted, deeper, step)
-        # the same bytes that the others decode, so that what is lost here is lost nowhere
+        # decodes the bytes that the others decode, so that the residual holds exactly what they did not receive
         return payload, (wanted - self.decode(payload, flat.numel(), flat.dtype), pending)
 
     def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
@@ -52,8 +52,8 @@ class Codec(contract.Codec):
         return new, self.inner.keep_unapplied(deep, deeper, unused)
 
     def redistribute(self, memories: Sequence[Any], rank: int, size: int) -> Any:
-        owed = [residual for residual, _ in memories[rank::size] if residual is not None]
-        whole = sum(owed[1:], owed[0]) if owed else None
+        residuals = [residual for residual, _ in memories[rank::size] if residual is not None]
+        whole = sum(residuals[1:], residuals[0]) if residuals else None
         return whole, self.inner.redistribute([deeper for _, deeper in memories], rank, size)
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:

@@ -2,7 +2,7 @@
 
 *Use* on links where fp32 gradients take longer than the backward pass. bf16 keeps fp32's range, so no
 scaling is needed; fp16 has three more bits of precision and overflows above 65,504.
-*Laws*: decode(encode(x)) is x to half a unit in the last place; zeros stay zero.
+*Invariants*: decode(encode(x)) is x to half a unit in the last place; zeros stay zero.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Codec(contract.Codec):
-    """Two ranks add in the gradient's own type; among more, sums on the wire are made in 16 bits: N - 1 roundings more
-    for N ranks, which training says when it begins."""
+    """Two ranks add in the gradient's own type. Among N > 2 ranks the all-reduce adds in 16 bits, with N - 1 more
+    roundings; training logs this when it begins."""
 
     fidelity, scaled = "rounded", True
 

@@ -1,16 +1,16 @@
-"""Floats in fewer bytes, bit for bit, for a wire that is slower than the processor.
+"""Lossless compression of floats, for a network that is slower than the processor.
 
-    head    what follows, how many numbers, the length of the next part
-    high    of each number the byte with its sign and most of its exponent, as zstd writes it
-    low     its other bytes as they are; none for a zero
+    head    the kind of what follows, the count of numbers, the length of the next part
+    high    each number's byte with its sign and most of its exponent, compressed by zstd
+    low     its other bytes uncompressed; none for a zero
 
-Exponents within a gradient lie close together (3 of 8 bits tell which), mantissas are noise, and what has passed a ReLU
-or a dropout is zero for the greater part.
+The exponents of a gradient have little entropy (3 of 8 bits), its mantissas are noise, and values after a ReLU or a
+dropout are mostly zero.
 *Cost*: about 2e-9 s per byte, packing and unpacking; saves some 15 % of fp32, 30 % of bf16, and the zeros.
-*Laws*: what comes out is what went in, bit by bit, also NaN, -0 and subnormal numbers; longer by the head at most.
+*Invariants*: unpack(pack(x)) is x bit for bit, also NaN, -0 and subnormals; the payload is at most the head longer.
 *Source*: an entropy code for exponents alone: Hershcovitch et al. 2024 (arXiv 2411.05239); zstd: RFC 8878.
 
-What has come, as numbers: rows put together, and packed messages unpacked by the thread that sees them arrive.
+Handles that turn received payloads into tensors: the thread that receives a packed message unpacks it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from paceline import transport
 
 HEAD = struct.Struct("<BQQ")
 PLAIN, WHOLE, SPARSE = range(3)
-SLOW_S = 4e-8  # per byte on the wire, from which packing pays: 200 Mbit/s
+SLOW_S = 4e-8  # per byte on the wire: from here packing pays (200 Mbit/s)
 MIN_BYTES = 1 << 14
-DENSE = 0.95  # of all numbers: where more are not zero, taking the zeros out is not worth it
+DENSE = 0.95  # of all numbers: where more are not zero, removing the zeros does not pay
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Bytes = NDArray[np.uint8]
@@ -50,26 +50,26 @@ def pack(tensor: Tensor) -> Tensor:
     count, words = flat.numel(), flat.view(WORDS[flat.itemsize]).numpy()
     high = _columns(words, 1)[:, -1].copy()
     coded = np.frombuffer(zstandard.ZstdCompressor(level=1).compress(high.data), np.uint8)
-    there = (high & 0x7F) != 0
-    num_there = int(np.count_nonzero(there))
-    # a subnormal number's high byte may be that of a zero, and its low ones are not
-    sparse = num_there < DENSE * count and num_there == np.count_nonzero(words << 1)
-    num_low = (num_there if sparse else count) * (flat.itemsize - 1)
+    nonzero = (high & 0x7F) != 0
+    num_nonzero = int(np.count_nonzero(nonzero))
+    # the high byte of a subnormal number may be that of a zero, while its low bytes are not zero
+    sparse = num_nonzero < DENSE * count and num_nonzero == np.count_nonzero(words << 1)
+    num_low = (num_nonzero if sparse else count) * (flat.itemsize - 1)
     if len(coded) + num_low >= flat.nbytes:
         return _joined(PLAIN, count, 0, [words.view(np.uint8)])
     if sparse:
-        words = np.compress(there, words)
+        words = np.compress(nonzero, words)
     low = [_columns(words, width)[:, -2].copy().view(np.uint8) for width in _widths(flat.itemsize)]
     return _joined(SPARSE if sparse else WHOLE, count, len(coded), [coded, *low])
 
 
 def _columns(words: NDArray[Any], width: int) -> NDArray[Any]:
-    """(numbers, parts of so many bytes); the last has the sign."""
+    """(numbers, parts of ``width`` bytes each); the last part of a number has its sign."""
     return words.view(f"u{width}").reshape(len(words), words.itemsize // width)
 
 
 def _widths(itemsize: int) -> list[int]:
-    """Of the low bytes' parts, each the last but one among its like: half of all, half of the rest, down to one."""
+    """The widths of the low bytes' parts: half of a number's bytes, half of the rest, down to one byte."""
     return [itemsize >> i for i in range(1, itemsize.bit_length())]
 
 
@@ -87,16 +87,16 @@ def unpack(payload: Tensor, dtype: torch.dtype) -> Tensor:
         if kind == PLAIN:
             return torch.from_numpy(rest.copy().view(f"i{size}")).view(dtype)
         high, low = _uncoded(rest[:length], count), rest[length:]
-        there = (high & 0x7F) != 0 if kind == SPARSE else None
-        words = np.zeros(count if there is None else np.count_nonzero(there), f"i{size}")
+        nonzero = (high & 0x7F) != 0 if kind == SPARSE else None
+        words = np.zeros(count if nonzero is None else np.count_nonzero(nonzero), f"i{size}")
         ends = list(accumulate(len(words) * width for width in _widths(size)))
         if len(low) != ends[-1]:
             raise ValueError(f"{len(low)} low bytes in place of {ends[-1]}")
         for part, width in zip(np.split(low, ends[:-1]), _widths(size), strict=True):
             _columns(words, width)[:, -2] = part.copy().view(f"u{width}")
-        if there is not None:
+        if nonzero is not None:
             some, words = words, np.zeros(count, words.dtype)
-            words[there] = some
+            words[nonzero] = some
         _columns(words, 1)[:, -1] = high
     except (struct.error, zstandard.ZstdError, ValueError, RuntimeError) as error:
         raise ValueError(f"{len(data)} bytes are no packed {dtype} ({error})") from None
@@ -124,7 +124,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Added(transport.Handle):
-    """What ``then`` makes of all ranks' numbers, rank after rank."""
+    """The result of ``then`` on all ranks' tensors, in rank order."""
 
     def __init__(self, handle: transport.Handle, then: Then):
         self.handle, self.then = handle, then
@@ -137,19 +137,19 @@ class Added(transport.Handle):
 
 
 class Gathered(Added):
-    """The same of numbers that came packed; ``mine`` are those of ``rank`` itself, flat. ``num_bytes``: of the longest
-    message, once all have come, which was at ``came_s`` by the clock ``now``."""
+    """The same of packed messages; ``own``: the tensor of ``rank`` itself, flat. ``num_bytes``: of the longest message,
+    known after the wait; ``arrived_s``: when the last message had arrived, by the clock ``now``."""
 
-    def __init__(self, handle: transport.Handle, rank: int, mine: Tensor, then: Then, now: Callable[[], float]):
+    def __init__(self, handle: transport.Handle, rank: int, own: Tensor, then: Then, now: Callable[[], float]):
         super().__init__(handle, then)
-        self.rank, self.mine, self.now = rank, mine, now
-        self.num_bytes, self.came_s = 0, 0.0
+        self.rank, self.own, self.now = rank, own, now
+        self.num_bytes, self.arrived_s = 0, 0.0
 
     def wait(self, deadline_s: float | None = None) -> Any:
         parts = self.handle.wait(deadline_s)
-        self.came_s = self.now()  # what follows is not the wire's
+        self.arrived_s = self.now()  # unpacking is not part of the time on the wire
         self.num_bytes = max(len(part) for part in parts)
-        mine = self.mine
+        own = self.own
         return self.then(
-            [mine if rank == self.rank else unpack(part, mine.dtype).to(mine.device) for rank, part in enumerate(parts)]
+            [own if rank == self.rank else unpack(part, own.dtype).to(own.device) for rank, part in enumerate(parts)]
         )

@@ -1,4 +1,4 @@
-"""The few largest values with their positions; lossy, for slow links; use under feedback.
+"""Top-k sparsification: the few largest values with their positions; lossy, for slow links; use under feedback.
 
 *Use* as ``feedback/topk:keep=0.01``: alone it never sends small values and does not converge well.
 *Cost*: 4 bytes of position and one value for each of ceil(keep * numel) entries.
@@ -34,14 +34,14 @@ class Codec(contract.Codec):
 
     def encode(self, flat: Tensor, memory: Any, step: int) -> tuple[Tensor, Any]:
         k = self._k(flat.numel())
-        where = flat.abs().topk(k, sorted=False).indices.sort().values
-        return torch.cat([where.to(torch.int32).view(torch.uint8), flat[where].view(torch.uint8)]), None
+        positions = flat.abs().topk(k, sorted=False).indices.sort().values
+        return torch.cat([positions.to(torch.int32).view(torch.uint8), flat[positions].view(torch.uint8)]), None
 
     def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         k = self._k(numel)
-        where = payload[: 4 * k].clone().view(torch.int32).long()
+        positions = payload[: 4 * k].clone().view(torch.int32).long()
         values = payload[4 * k :].clone().view(dtype)
-        return torch.zeros(numel, dtype=dtype, device=payload.device).index_copy_(0, where, values)
+        return torch.zeros(numel, dtype=dtype, device=payload.device).index_copy_(0, positions, values)
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self._k(numel) * (4 + dtype.itemsize)

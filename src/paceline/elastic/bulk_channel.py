@@ -24,8 +24,8 @@ import time
 from collections.abc import Iterable
 
 from paceline.errors import LinkError
-from paceline.link.net.auth import GUEST, HEADER, HELLO, REFUSED, SERVER, SIZE, TAG, StreamCipher, exactly, mac, same
-from paceline.link.net.framing import alone, closed_on_error
+from paceline.link.net.auth import CLIENT, HEADER, HELLO, REFUSED, SERVER, SIZE, TAG, StreamCipher, exactly, mac, same
+from paceline.link.net.framing import close_on_fork, closed_on_error
 from paceline.link.net.store_client import NO_RANK_YET, connect
 
 HANDSHAKE_S = 5.0
@@ -89,7 +89,7 @@ class BulkChannel:
 
     def _put(self, part: bytes | memoryview) -> None:
         if self._send_cipher.hides:
-            part = self._send_cipher.hide(part, self._num_sent)
+            part = self._send_cipher.encrypt(part, self._num_sent)
         for each in (LENGTH.pack(len(part)), part, self._mac(self._send_key, self._num_sent, part)):
             self._push(each)
         self._num_sent += 1
@@ -108,7 +108,7 @@ class BulkChannel:
         if not same(exactly(self._connection, SIZE), self._mac(self._receive_key, self._num_received, received)):
             raise ValueError("a part with a wrong MAC")
         if tag:
-            view[: length - tag] = self._receive_cipher.show(received, self._num_received)
+            view[: length - tag] = self._receive_cipher.decrypt(received, self._num_received)
         self._num_received += 1
         return view[: length - tag]
 
@@ -134,7 +134,7 @@ class BulkServer:
     def __init__(self, address: str, secret: bytes):
         self._secret, self._closed = secret, False
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._server = alone(socket.create_server((address, 0), family=family, backlog=MAX_STRANGERS))
+        self._server = close_on_fork(socket.create_server((address, 0), family=family, backlog=MAX_STRANGERS))
         self.address, self.port = self._server.getsockname()[:2]
         self.channels: dict[str, BulkChannel] = {}
         self._strangers: dict[socket.socket, None] = {}  # the oldest first
@@ -154,7 +154,7 @@ class BulkServer:
                         del self._strangers[oldest]
                         with contextlib.suppress(OSError):
                             oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
-                    self._strangers[alone(connection)] = None
+                    self._strangers[close_on_fork(connection)] = None
                 threading.Thread(target=self._admit, args=(connection,), name="paceline bulk", daemon=True).start()
 
     def _admit(self, connection: socket.socket) -> None:
@@ -180,7 +180,7 @@ class BulkServer:
         connection.sendall(HEADER + nonce)
         header, rank, its_nonce, proof = HELLO.unpack(exactly(connection, HELLO.size))
         nonces = nonce + its_nonce
-        if header != HEADER or not same(proof, mac(self._secret, GUEST, rank, nonces)):
+        if header != HEADER or not same(proof, mac(self._secret, CLIENT, rank, nonces)):
             connection.sendall(REFUSED)
             raise ValueError("it did not authenticate")
         connection.sendall(mac(self._secret, SERVER, rank, nonces))
@@ -215,7 +215,7 @@ def _handshake(connection: socket.socket, secret: bytes, name: str) -> BulkChann
     if header != HEADER:
         raise LinkError("the process there runs another version of paceline; install the same on every node")
     nonces = exactly(connection, SIZE) + nonce
-    connection.sendall(HELLO.pack(HEADER, NO_RANK_YET, nonce, mac(secret, GUEST, NO_RANK_YET, nonces)))
+    connection.sendall(HELLO.pack(HEADER, NO_RANK_YET, nonce, mac(secret, CLIENT, NO_RANK_YET, nonces)))
     if not same(exactly(connection, SIZE), mac(secret, SERVER, NO_RANK_YET, nonces)):
         raise LinkError("the node that was to send its state did not prove that it belongs to this run")
     bulk = BulkChannel(connection, secret, NO_RANK_YET, nonces, (UP, DOWN))

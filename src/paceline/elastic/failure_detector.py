@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from paceline.errors import LinkError
-from paceline.link.net.auth import GUEST, SERVER, SIZE, MessageAuthenticator, mac, same
+from paceline.link.net.auth import CLIENT, SERVER, SIZE, MessageAuthenticator, mac, same
 from paceline.link.net.framing import MAX_BYTES, MessageSocket
 from paceline.report import activity
 from paceline.report.activity import MIN_S, Activity
@@ -146,7 +146,7 @@ class Heartbeat:
         address, port, nonce = store.get("pulse").decode().split()
         try:
             hub = socket.create_connection((address, int(port)), timeout=JOIN_S)
-            self._peers[0] = MessageSocket(hub, self._authenticator(GUEST, self.rank, bytes.fromhex(nonce)))
+            self._peers[0] = MessageSocket(hub, self._authenticator(CLIENT, self.rank, bytes.fromhex(nonce)))
             proof = mac(self._secret, BEAT, self.rank, bytes.fromhex(nonce))
             hub.sendall(proof + struct.pack("<H", self.rank))
         except OSError as error:

@@ -204,7 +204,7 @@ class JoiningLink:
         assert self._bulk
         while not self._bulk.waits(POLL_S):
             if self._link:
-                self._link.hears(0, "the state of the members")
+                self._link.check_alive(0, "the state of the members")
         return self._bulk.receive()
 
     def leave(self) -> None:

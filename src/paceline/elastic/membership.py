@@ -140,7 +140,7 @@ class Members(transport.Membership):
     def assert_still_member(self, since: float) -> None:
         link = self.bare
         if isinstance(link, gloo.Link) and link.detector and not link.detector.still_member(since):
-            raise link.lost("making sure that the others are still there", transport.boottime_s() - since, None)
+            raise link.failure("making sure that the others are still there", transport.boottime_s() - since, None)
 
     def peer_status(self) -> dict[int, dict[str, Any]]:
         return self.bare.detector.peer_status() if self.bare.detector else {}

@@ -1,9 +1,9 @@
-"""Trace replay: waits as a recorded step took, layer by layer, and offers buckets of the real sizes.
+"""Trace replay: sleeps for the recorded time of each layer, and offers buckets of the real sizes.
 
-It needs almost no processor, so that many nodes of any speed fit on a few cores, while exchange, link and wire are
-real. ``emulated:FILE`` takes a timeline (`timeline.record`) in the current folder, ``emulated:FILE,faster=10`` a tenth
-of its time. Nothing is trained, and every share takes as long as the recorded one. What comes of it are times and
-bytes, always labelled emulated.
+It needs almost no CPU time, so that many nodes of any speed fit on a few cores, while exchange, link and network are
+real. ``emulated:FILE`` replays a timeline (`timeline.record`) from the current folder, ``emulated:FILE,faster=10`` in a
+tenth of its time. Nothing is trained, and every share takes as long as the recorded one. Results are times and bytes,
+always labelled emulated.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from paceline.registry import ONE_PROCESS
 
 
 class Engine(contract.Engine):
-    """``fill``: the value of every gradient, and of every left factor; right factors are ones. ``late_s``: how far the
-    replay has fallen behind its timeline at most, for want of a processor."""
+    """``fill``: the value of every gradient, and of every left factor; right factors are ones. ``late_s``: the largest
+    delay of the replay behind its timeline, for lack of CPU time."""
 
     fidelity = "emulated"
 
@@ -37,7 +37,7 @@ class Engine(contract.Engine):
         self.num_threads = 1
 
     def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
-        """The model's own layers are not looked at."""
+        """The model's own layers are not used."""
         line, self.optimizer = self.timeline, optimizer
         self.moving = Moving(nn.Module())
         self.buckets = line.buckets
@@ -56,7 +56,7 @@ class Engine(contract.Engine):
             self.multiply = self._multiply
 
     def _recorded_flop_s(self) -> float:
-        """Seconds per floating-point operation of multiplying out the largest layer's factors; 0: none was recorded."""
+        """Seconds per floating-point operation of multiplying out the largest layer's factors; 0: not recorded."""
         line = self.timeline
         known = [i for i in self._factors if line.products[i] and line.factor_rows[i]]
         if not known:
@@ -65,7 +65,7 @@ class Engine(contract.Engine):
         return line.products[largest] / (2.0 * line.factor_rows[largest] * line.buckets[largest].numel)
 
     def _multiply(self, into: Tensor, left: Tensor, right: Tensor) -> None:
-        """By this an exchange decides between forms: as long as it took where the timeline was recorded."""
+        """Takes as long as on the recorded machine; the exchange measures it to choose between forms."""
         end = time.perf_counter() + 2.0 * left.numel() * right.shape[1] * self._flop_s / self.faster
         while time.perf_counter() < end:  # too short for a sleep
             pass
@@ -75,7 +75,7 @@ class Engine(contract.Engine):
         return ()
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
-        """``batch``: its absence alone matters."""
+        """``batch``: only whether it is None matters."""
         line, present = self.timeline, batch is not None
         seconds = {form: dict(line.backward[form]) for form in (DENSE, FACTORS)}
         start = self._due = time.perf_counter()
@@ -97,11 +97,11 @@ class Engine(contract.Engine):
         if form == FACTORS:
             left, right = (side[: len(side) * present] for side in self._factors[index])
             return Gradient(self.buckets[index], output_grad=left, layer_input=right)
-        # what was agreed on in the step before has been added up in this place
+        # refilled, since the last step's sum was made in this memory
         return Gradient(self.buckets[index], flat=self._flats[index].fill_(self.fill * present))
 
     def _wait(self, seconds: float) -> None:
-        """Until the timeline's next moment: what filling a bucket or a late sleep took is not waited for twice."""
+        """Sleeps until the timeline's next event; deducts the time of filling a bucket or of oversleeping."""
         self._due += seconds / self.faster
         left_s = self._due - time.perf_counter()
         if left_s > 0:

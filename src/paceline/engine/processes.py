@@ -1,15 +1,15 @@
 """k processes of the same script on one node: weights once in shared memory, one link for all.
 
-    each process    forward, backward on its rows; its gradients go to its own place in shared memory
-    local rank 0    adds them up (or lines the factors up) as they become complete, offers the sum to
-                    the exchange, and puts what was agreed where all can read it
+    each process    forward, backward on its rows; its gradients go to its own region of shared memory
+    local rank 0    adds them up (or concatenates factors) as they become complete, passes the sum to
+                    the exchange, and writes the result to shared memory
     each process    multiplies, clips and updates its own rows of every weight
 
-so optimizer state exists once per node, and the local sum costs memory bandwidth, not sockets. The
-optimizer's groups hold this process's parts of the weights from then on (their number, order and
-options stay the user's), and its ``state_dict`` is whole, but every process must call it.
+So optimizer state exists once per node, and the local sum uses memory bandwidth, not sockets. From then on
+the optimizer's groups hold this process's parts of the weights; number, order and options of the groups do
+not change. ``state_dict`` returns the whole state, and every process must call it.
 
-*Laws*: as sequential on the node's whole share; killing any process ends the others and leaves nothing.
+*Invariants*: equal to sequential on the node's whole share; killing any process ends the others, and no file remains.
 *Cost*: two messages per process and step on a local socket, and one more with clipping.
 """
 
@@ -39,7 +39,7 @@ from paceline.registry import THREADS
 
 
 class Engine(sequential.Engine):
-    """One of k. Reads LOCAL_RANK and LOCAL_WORLD_SIZE, as launchers set them."""
+    """One of k processes. Reads LOCAL_RANK and LOCAL_WORLD_SIZE, which launchers set."""
 
     defers_updates = False  # the processes of a node update together
     counts, starts_processes = "copy", True
@@ -67,14 +67,14 @@ class Engine(sequential.Engine):
         node = os.environ.get("GROUP_RANK", str(int(os.environ.get("RANK", rank)) // size))
         self.local_group = LocalGroup(rank, size, f"{os.environ.get('MASTER_PORT', '0')}-{node}")
         self._cpus = os.sched_getaffinity(0)
-        self._mine, self.num_threads = affinity.share(rank, size, self._cpus, allowed=cgroup_limits.cores())
-        affinity.move(self._cpus, self._mine)
+        self._own_cpus, self.num_threads = affinity.share(rank, size, self._cpus, allowed=cgroup_limits.cores())
+        affinity.move(self._cpus, self._own_cpus)
         try:
             super().open(model, optimizer, loss, metric)
             self._share()
         except BaseException:
             self.local_group.close()
-            affinity.move(self._mine, self._cpus)
+            affinity.move(self._own_cpus, self._cpus)
             raise
 
     def _share(self) -> None:
@@ -85,7 +85,7 @@ class Engine(sequential.Engine):
             if self.local_place[0] == 0:
                 shared.copy_(parameters[name].data)
             parameters[name].data = shared
-        self._lie = [parameter.data_ptr() for parameter in parameters.values()]
+        self._addresses = [parameter.data_ptr() for parameter in parameters.values()]
         self.local_group.barrier("joining")
         self.shares = OptimizerShards(self.optimizer, parameters, self.local_group)
         self._num_held = sequential.num_held(self.optimizer)
@@ -93,7 +93,7 @@ class Engine(sequential.Engine):
 
     def _check_parameters(self) -> None:
         super()._check_parameters()
-        for name, place in zip(self.backward.parameters, self._lie, strict=True):
+        for name, place in zip(self.backward.parameters, self._addresses, strict=True):
             if self.backward.parameters[name].data_ptr() != place:
                 raise ValueError(
                     f"parameter {name!r} was given other memory after join(), and the processes of this node share the "
@@ -118,8 +118,8 @@ class Engine(sequential.Engine):
     ) -> tuple[contract.Exchange, transport.Control]:
         self.alone, self.may_retry, (rank, _) = alone, control.tolerates_loss, self.local_place
         self.local_group.failure_detector.activity = activity
-        # another follower waits for a process that waits itself
-        self.local_group.failure_detector.tells = rank == 0 or (alone and rank == 1)
+        # one process reports long waits: the other followers wait for one that waits itself
+        self.local_group.failure_detector.reports = rank == 0 or (alone and rank == 1)
         parts = self.local_group, self.places, self.buckets, alone, self.may_retry
         if rank:
             follower = LocalFollower(exchange, *parts)
@@ -143,7 +143,7 @@ class Engine(sequential.Engine):
         }
         dense: list[Tensor] = []
         factored: list[Factored] = []
-        for name, own, part in self.shares.mine:
+        for name, own, part in self.shares.own_parts:
             gradient, i = gradients[name]
             part.grad = None
             if not used[name]:
@@ -155,7 +155,7 @@ class Engine(sequential.Engine):
                 dense.append(part)
 
         def whole(squares: float) -> float:
-            squares += self._untrained([gradients[name] for name in self.shares.nobodys if used[name]])
+            squares += self._untrained([gradients[name] for name in self.shares.unowned if used[name]])
             return sum(row[0] for row in self.local_group.gather([squares], "clipping"))
 
         return finish(dense, factored, self.optimizer, update.rule, whole)
@@ -170,7 +170,7 @@ class Engine(sequential.Engine):
             self.shares.take(self.optimizer_index[name], states.get(name), window)
 
     def _untrained(self, gradients: Sequence[tuple[Gradient, int]]) -> float:
-        """Squares of gradients that no optimizer takes: the norm is of all."""
+        """The sum of squares of gradients that the optimizer does not use: the norm includes them."""
         if self.local_place[0]:
             return 0.0
         squares = 0.0
@@ -183,7 +183,7 @@ class Engine(sequential.Engine):
         return squares
 
     def _sum(self, gradient: Gradient, i: int, own: slice) -> Tensor:
-        """This process's slice of the gradient's i-th parameter: agreed, or still to be added up over the node."""
+        """This process's slice of the gradient's i-th parameter; with a single node it is added up here."""
         bucket = gradient.bucket
         start, shape = sum(bucket.numels[:i]), bucket.shapes[i]
         assert gradient.flat is not None
@@ -199,4 +199,4 @@ class Engine(sequential.Engine):
         super().close()
         self.shares.close()
         self.local_group.close()
-        affinity.move(self._mine, self._cpus)
+        affinity.move(self._own_cpus, self._cpus)

@@ -1,14 +1,14 @@
 """One process, k Python threads, each a replica of the model on its own part of the batch.
 
     each thread    forward, backward on its rows, pinned to its cores; weights are shared, gradients are its own
-    the last one   to offer a bucket adds those of all (or lines the factors up), in the order of the threads
+    the last one   to offer a bucket adds all parts (or concatenates factors), in the order of the threads
     all cores      one update
 
-*Laws*: as sequential on the whole batch; equal seeds give equal runs.
+*Invariants*: equal to sequential on the whole batch; equal seeds give equal runs.
 *Cost*: k gradients and k sets of activations in memory, one pass over each gradient to add it.
-Batch statistics are each replica's own (the model's buffers are the first replica's; the others begin
-every step with them), and dropout masks are not those of one process. One replica per GPU where the
-model is on one and there are enough: that has never been run.
+Each replica has its own batch statistics (the model's buffers are the first replica's; the others start
+every step with them), and dropout masks differ from those of one process. If the model is on a GPU and
+there are enough GPUs, each replica has its own: that has never been run.
 *Source*: multithreaded data parallelism: Lerat, Mahmoudi & Mahmoudi 2022 (doi 10.3390/electronics11101525).
 """
 
@@ -43,9 +43,9 @@ from paceline.registry import PROCESSES, THREADS
 class Engine(sequential.Engine):
     """The model itself is the first replica."""
 
-    defers_updates = False  # each replica reads in a thread of its own
+    defers_updates = False  # several threads read the weights
     counts = "copy"
-    # OpenMP's threads spin after the update that all cores share, on the cores where replicas compute then
+    # else OpenMP's threads spin after the update, on the cores that the replicas need then
     environment: Mapping[str, str] = {"OMP_WAIT_POLICY": "passive"}
 
     def __init__(self, num_replicas: int = 2):
@@ -53,9 +53,9 @@ class Engine(sequential.Engine):
         if not (isinstance(num_replicas, int) and num_replicas >= 1):
             raise ValueError(f"engine 'replicas:k' needs a whole number k >= 1, got {num_replicas!r}")
         self.num_replicas = num_replicas
-        self._circle = ThreadReduce(lambda vector: vector)
-        self._shared: list[tuple[str, int, nn.Parameter]] = []  # that do not train, with torch's count of changes
-        self._around: Callable[[bool], AbstractContextManager[None]] = lambda present: nullcontext()
+        self._thread_reduce = ThreadReduce(lambda vector: vector)
+        self._shared: list[tuple[str, int, nn.Parameter]] = []  # frozen parameters, with torch's version counters
+        self._reduce_step: Callable[[bool], AbstractContextManager[None]] = lambda present: nullcontext()
 
     def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
         cpus, allowed = os.sched_getaffinity(0), cgroup_limits.cores()
@@ -72,7 +72,7 @@ class Engine(sequential.Engine):
         _, self.num_threads = affinity.share(0, 1, cpus, allowed=allowed)
         super().open(model, optimizer, loss, metric)
         self._keeps = False
-        self.riders = [
+        self.pools = [
             ThreadPoolExecutor(1, f"paceline replica {i}", _settle, (part, self.num_threads_each))
             for i, (part, _) in enumerate(parts)
         ]
@@ -80,27 +80,27 @@ class Engine(sequential.Engine):
     def begin_step(self, assignment: Share, step: int) -> None:
         super().begin_step(assignment, step)
         for one in self.twins:
-            one._turn, one._least, one._full = self._turn, self._least, self._full // self.num_replicas
+            one._step_number, one._least, one._full = self._step_number, self._least, self._full // self.num_replicas
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
         self._check_parameters()
         self._follow()
         batch = filled(batch)
-        self._inputs.capture(batch)  # once, of the whole: some of it every replica is given
+        self._inputs.capture(batch)  # once, of the whole batch: some tensors go to every replica
         for one in self.twins:
-            one._num_held = self._num_held  # the optimizer is the model's
-        learns, gather = self.moving.looks, _Gather(self.num_replicas, offer)
+            one._num_held = self._num_held  # all replicas have the same optimizer
+        looks, gather = self.moving.looks, _Gather(self.num_replicas, offer)
         parts = [] if batch is None else self._split(batch, self.num_replicas)
         parts += [None] * (self.num_replicas - len(parts))
-        self.num_local_samples = None  # of the whole share, of which each replica has a part
+        self.num_local_samples = None  # it counts the whole share, of which each replica has a part
         compute = [super().gradient, *(one.gradient for one in self.twins)]
         device = self.weights[0].device.type
         dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         grads, inferring = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
-        def ride(i: int, seed: int) -> Vote:
+        def run(i: int, seed: int) -> Vote:
             try:
-                # the caller's modes, which are its thread's
+                # torch's modes are per thread: these are the caller's
                 with (
                     torch.autocast(device, dtype, enabled),
                     torch.inference_mode() if inferring else torch.set_grad_enabled(grads),
@@ -108,53 +108,53 @@ class Engine(sequential.Engine):
                 ):
                     return compute[i](parts[i], scale, forms, lambda gradient: gather.offer(i, gradient))
             except BaseException:
-                self._circle.give_up()
+                self._thread_reduce.give_up()
                 raise
 
-        self._circle.start(sum(part is not None for part in parts))
-        torch.set_num_threads(self.num_threads_each)  # a part of it holds for all threads: MKL's
-        with self._around(batch is not None):
-            rides = [self.riders[i].submit(ride, i, seed) for i, seed in enumerate(seeds(self.num_replicas))]
+        self._thread_reduce.start(sum(part is not None for part in parts))
+        torch.set_num_threads(self.num_threads_each)  # MKL's part of this setting is global
+        with self._reduce_step(batch is not None):
+            futures = [self.pools[i].submit(run, i, seed) for i, seed in enumerate(seeds(self.num_replicas))]
             try:
-                wait(rides)
+                wait(futures)
             finally:
-                wait(rides)  # interrupted or not, no replica computes after the step
+                wait(futures)  # also after an interrupt: no replica computes after the step
                 torch.set_num_threads(self.num_threads)
-            errors = [error for one in rides if (error := one.exception())]
+            errors = [error for one in futures if (error := one.exception())]
             for error in sorted(errors, key=lambda error: isinstance(error, LocalGroupError)):
-                raise error  # the first, unless it is another's
+                raise error  # a replica's own error before those that it caused in the others
         self._inputs.check()
-        self._look(learns, sum(part is not None for part in parts))
-        vote = Vote.merge([one.result() for one in rides])
+        self._check_frozen(looks, sum(part is not None for part in parts))
+        vote = Vote.merge([one.result() for one in futures])
         vote.constant = vote.trains_nothing
         return vote
 
     def sync_norm(self, link: transport.Link | None) -> None:
-        everyone = InStepReduce(None, link)
-        self._circle.beyond, self._around = everyone.total, everyone.step
+        reducer = InStepReduce(None, link)
+        self._thread_reduce.beyond, self._reduce_step = reducer.total, reducer.step
         for i, one in enumerate([self, *self.twins]):
             layers = SyncBatchNorm(one.model)
-            layers.convert(partial(self._circle.total, i), everyone.inside)
-            one._norms_of_all = layers.computing
-            self._norms.append((layers, everyone))
-        everyone.receive = self._norms[0][0].receive
+            layers.convert(partial(self._thread_reduce.total, i), reducer.inside)
+            one._sync_norms = layers.computing
+            self._norms.append((layers, reducer))
+        reducer.receive = self._norms[0][0].receive
 
-    def _look(self, learns: bool, count: int) -> None:
-        """What forward changes by the way each replica must have of its own; ``count`` of them had samples."""
-        if learns:
+    def _check_frozen(self, looks: bool, count: int) -> None:
+        """Finds frozen parameters that forward changes, in ``count`` replicas. Raises ValueError for a shared one."""
+        if looks:
             computed = [one.moving for one in self.twins][: max(0, count - 1)]
             self.moving.found.update(*(one.found for one in computed))
             self.moving.compare(one.tensors() for one in computed)
         for name, number, each in self._shared:
             if each._version != number:
                 raise ValueError(
-                    f"engine 'replicas:{self.num_replicas}': in step {self._turn} forward began to change parameter "
-                    f"{name!r}, which does not train and is shared by all replicas; change it from the first step on, "
-                    f"or use engine '{THREADS}:k' or '{PROCESSES}:k'"
+                    f"engine 'replicas:{self.num_replicas}': in step {self._step_number} forward began to change "
+                    f"parameter {name!r}, which does not train and is shared by all replicas; change it from the first "
+                    f"step on, or use engine '{THREADS}:k' or '{PROCESSES}:k'"
                 )
 
     def _follow(self) -> None:
-        """Weights, buffers, mode and plain attributes of the other replicas are the model's, whatever it met since."""
+        """Copies the model's weights, buffers, mode and plain attributes, as they are now, to the other replicas."""
         moving = {id(each) for each in self.moving.of_frozen()}
         for one in self.twins:
             one.accumulate = self.accumulate
@@ -182,12 +182,12 @@ class Engine(sequential.Engine):
 
     def close(self) -> None:
         super().close()
-        for rider in self.riders:
-            rider.shutdown()
+        for pool in self.pools:
+            pool.shutdown()
 
 
 class _Gather:
-    """Each replica's part of each bucket; the node's gradient once all are there."""
+    """Collects each replica's part of each bucket; offers the node's gradient when all parts are there."""
 
     def __init__(self, size: int, offer: Callable[[Gradient], None]):
         self.size, self.offer_whole = size, offer
@@ -205,7 +205,7 @@ class _Gather:
 
 
 def add(parts: Sequence[Gradient]) -> Gradient:
-    """One gradient from the parts of it, in their order, into the first."""
+    """The sum of the parts, in their order, made in the first; factors are concatenated."""
     first = parts[0]
     if first.flat is not None:
         for part in parts[1:]:
@@ -223,7 +223,7 @@ def add(parts: Sequence[Gradient]) -> Gradient:
 
 
 def twin(model: nn.Module, index: int) -> nn.Module:
-    """A copy with gradients and buffers of its own on the same weights, or on the GPU ``index`` after the model's."""
+    """A copy with the same weights but its own gradients and buffers; or on the ``index``-th GPU after the model's."""
     place: dict[torch.device, torch.device] = {}
     for parameter in model.parameters():
         device = parameter.device
@@ -254,6 +254,6 @@ def twin(model: nn.Module, index: int) -> nn.Module:
 
 
 def _settle(cpus: set[int], num_threads: int) -> None:
-    """A thread's start: its cores, before those of its helpers that inherit them."""
+    """Pins a new thread to its cores, before it starts intra-op threads, which inherit them."""
     os.sched_setaffinity(0, cpus)
     torch.set_num_threads(num_threads)

@@ -1,14 +1,13 @@
-"""One process that computes its rows as virtual shares, so that the final weights do not depend on the number of nodes.
+"""Deterministic mode: one process computes its rows as virtual shares, so weights do not depend on the number of nodes.
 
-A global batch is always cut into so many shares. Each is a forward and backward pass by itself, on memory and with
-random numbers of its own, and their gradients are added up in the order of a fixed tree (exchange "ordered"). So
-whichever node computes a share, and whatever became of other nodes before, the weights are the same bits, on like CPUs
-with as many threads.
+A global batch is always cut into the same number of shares. Each has its own forward and backward pass, memory and
+random numbers, and gradients are added up in the order of a fixed tree (exchange "ordered"). So the weights are
+bit-equal whichever node computes a share, also after failures, on equal CPUs with equal numbers of threads.
 
-*Cost*: that of smaller batches, and log2(shares) more gradients in memory; fully-connected layers travel dense.
-*Laws*: 1, 2, 3 and 4 nodes, and fewer after a loss, have bit-equal weights after every step.
-Not had: running statistics of BatchNorm are those of each node's first share, so node 0's are the same for any number
-of nodes until that fails; Python's and NumPy's random numbers inside forward.
+*Cost*: that of smaller batches, and log2(shares) more gradients in memory; fully-connected layers are sent dense.
+*Invariants*: 1, 2, 3 and 4 nodes, and fewer after a failure, have bit-equal weights after every step.
+Not supported: BatchNorm's running statistics are those of each node's first share, so node 0's are the same for any
+number of nodes only until node 0 fails; Python's and NumPy's random numbers inside forward.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from paceline.exchange.flow.tree_sums import Span, add_up
 from paceline.messages import Bucket, Gradient, Vote
 from paceline.registry import SHARES, THREADS
 
-MAX_SHARES = 256  # are whole numbers in every type that a gradient may have
+MAX_SHARES = 256  # exact as an integer in every type that a gradient may have
 
 
 class Shared(Gradient):
@@ -45,7 +44,7 @@ class Shared(Gradient):
 
     @property
     def flat(self) -> Tensor | None:
-        """All of them, for an exchange that does not know of spans."""
+        """The sum of all shares, for an exchange that does not use spans."""
         if self._flat is None:
             assert self.sums is not None
             first, *others = [self.sums[span] for span in sorted(self.sums)] or [self._none]
@@ -56,7 +55,7 @@ class Shared(Gradient):
 
 
 class Engine(sequential.Engine):
-    """``num_threads``: intra-op threads, on which the bits depend, too; 0: one for each physical core here."""
+    """``num_threads``: intra-op threads, on which the bits depend, too; 0: one for each physical core."""
 
     counts, planned, reproduces = "share", False, True
 
@@ -75,8 +74,8 @@ class Engine(sequential.Engine):
         super().begin_step(assignment, step)
         if assignment.num_nodes > 1 and assignment.virtual != self.num_virtual_shards:
             raise ValueError(
-                f"engine 'reproducible:{self.num_virtual_shards}' on {assignment.num_nodes} nodes needs rows dealt in "
-                f"as many shares, and they are dealt in {assignment.virtual or 'none'}; let join() deal them"
+                f"engine 'reproducible:{self.num_virtual_shards}' on {assignment.num_nodes} nodes needs rows assigned "
+                f"in as many shares, and they are assigned in {assignment.virtual or 'none'}; let join() assign them"
             )
         self._span, self._step = assignment.span if assignment.virtual else (0, self.num_virtual_shards), step
 
@@ -84,32 +83,32 @@ class Engine(sequential.Engine):
         start, (first, last), batch = time.perf_counter(), self._span, filled(batch)
         if batch is not None:
             divisible(batch, self.num_local_samples)
-        self.num_local_samples = None  # of the whole
+        self.num_local_samples = None  # it counts all shares
         parts = cut(batch, max(1, last - first))
         sums: dict[int, dict[Span, Tensor]] = {bucket.index: {} for bucket in self.buckets}
 
         def take(share: int, gradient: Gradient) -> None:
-            mine, flat = sums[gradient.bucket.index], gradient.flat
+            partial_sums, flat = sums[gradient.bucket.index], gradient.flat
             assert flat is not None
             if share < last:
-                mine[share, share + 1] = flat
-            if (whole := add_up((0, self.num_virtual_shards), mine)) is not None:
-                mine[0, self.num_virtual_shards] = whole
+                partial_sums[share, share + 1] = flat
+            if (whole := add_up((0, self.num_virtual_shards), partial_sums)) is not None:
+                partial_sums[0, self.num_virtual_shards] = whole
             if share >= last - 1:
-                offer(Shared(gradient.bucket, mine, (first, last), self.num_virtual_shards, flat))
+                offer(Shared(gradient.bucket, partial_sums, (first, last), self.num_virtual_shards, flat))
 
-        kept, after, learns, first_made = self.snapshot(), None, self.moving.looks, dict[str, Tensor]()
+        before, after, looks, first_state = self.snapshot(), None, self.moving.looks, dict[str, Tensor]()
         votes: list[Vote] = []
         for share, part in enumerate(parts, first):
-            self.rollback(kept)  # each share begins where the first did
+            self.rollback(before)  # each share starts from the same state
             rng.seed(((self.seed * 1_000_003 + self._step) * MAX_SHARES + share) % (1 << 63))
             votes.append(super().gradient(part, scale, forms, partial(take, share)))
             after = after or self.snapshot()
-            if learns:
-                self.moving.compare([first_made])
-                first_made = first_made or {name: each.clone() for name, each in self.moving.tensors().items()}
+            if looks:
+                self.moving.compare([first_state])
+                first_state = first_state or {name: each.clone() for name, each in self.moving.tensors().items()}
         self.rollback(after)
-        rng.set_state(kept[2])
+        rng.set_state(before[2])
         vote, nothing = Vote.merge(votes), (0.0, 0.0, 0.0)
         vote.constant = vote.trains_nothing
         shares = [(each.loss_sum, each.metric_sum, each.weight) for each in votes[: last - first]]
@@ -131,8 +130,8 @@ class Engine(sequential.Engine):
 
 
 def cut(batch: Any, parts: int) -> list[Any]:
-    """A node's rows as its shares, of which the first have a row more, as all shares of the batch do; None: no rows.
-    Each in memory of its own: where rows lie decides how some libraries multiply them."""
+    """A node's rows as its shares, the first of which have one row more, as in the whole batch; None: no rows. Each is
+    a copy: the memory alignment of rows decides how some libraries multiply them."""
     rows = 0 if batch is None else count(batch)
     each, more = divmod(rows, parts)
     sizes = [each + (i < more) for i in range(parts)]

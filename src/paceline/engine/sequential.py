@@ -1,6 +1,6 @@
-"""One process, one intra-op thread: the reference that all others must equal, and the baseline.
+"""One process, one intra-op thread: the reference for all other engines, and the baseline.
 
-*Laws*: one rank is plain PyTorch: the same forward, backward, clip and optimizer step.
+*Invariants*: one rank equals plain PyTorch: the same forward, backward, clip and optimizer step.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ AUXILIARY = (
     "each process and micro-batch balances its experts over its own rows, so the result depends on how many there are"
 )
 _Judged = tuple[Tensor, float, float, dict[str, float]]
-HASH_STEPS = 1000  # in which every value has been looked at
+HASH_STEPS = 1000  # in which the checksums have covered every value
 
 
 class Engine(contract.Engine):
-    """What a batch and a loss may be: `engine/compute/batch.py`."""
+    """Accepted batches and losses: `engine/compute/batch.py`."""
 
     defers_updates, planned = True, True
 
@@ -56,13 +56,13 @@ class Engine(contract.Engine):
         self.num_threads = 1
         self.numerics = Numerics()
         self.call_model: Callable[[nn.Module, Any], Any] = call
-        self._turn, self._least, self._full = 0, 1, 0
+        self._step_number, self._least, self._full = 0, 1, 0
         self._products: dict[int, Tensor] = {}
         self._in_step: Callable[[bool], AbstractContextManager[None]] = lambda present: nullcontext()
-        self._norms_of_all: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._sync_norms: Callable[[], AbstractContextManager[None]] = nullcontext
         self._norms: list[tuple[SyncBatchNorm, InStepReduce]] = []
         self._inputs, self._keeps = InputSnapshot(), True
-        self._halved = False  # whether the loss has been looked at
+        self._parts_checked = False  # whether the loss of parts has been compared with the whole
 
     @property
     def precision(self) -> str:
@@ -85,22 +85,23 @@ class Engine(contract.Engine):
         self.buckets, self.names = self.backward.buckets, self.backward.names
         self.device = self.weights[0].device
         numels = [weight.numel() for weight in self.weights]
-        self._looks = state_store.in_parts(numels, max(HASH_VALUES, -(-sum(numels) // HASH_STEPS))) or [[]]
-        # walking through a model costs more than a small step does
+        self._hash_parts = state_store.in_parts(numels, max(HASH_VALUES, -(-sum(numels) // HASH_STEPS))) or [[]]
+        # kept, since iterating over a model costs more than a small step
         self._modules = list(model.modules())
         self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
         self._num_held, self._layout, self._options = num_held(optimizer), Layout(model), Options(optimizer)
         self.moving = Moving(model)
-        self._later = DeferredUpdate(model, optimizer, self.backward.parameters, lambda update: self._apply(update)[0])
+        parameters = self.backward.parameters
+        self._deferred = DeferredUpdate(model, optimizer, parameters, lambda update: self._apply(update)[0])
 
     @property
     def weights(self) -> Sequence[Tensor]:  # type: ignore[override]
-        """Where they lie now: a script may give a parameter other memory."""
+        """The current tensors: a script may replace a parameter's memory."""
         return [self.backward.parameters[name].data for name in self.names]
 
     @property
     def waited_s(self) -> float:
-        return self._later.waited_s + (self._norms[0][1].waited_s if self._norms else 0.0)
+        return self._deferred.waited_s + (self._norms[0][1].waited_s if self._norms else 0.0)
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -112,22 +113,22 @@ class Engine(contract.Engine):
         self.may_retry = control.tolerates_loss
         self.backward.watch(early=not alone)
         if alone:
-            self._looks = [[]]  # no other node has weights to compare with
+            self._hash_parts = [[]]  # there is no other node to compare with
         return exchange, control
 
     def begin_step(self, assignment: Share, step: int) -> None:
-        self._turn = step
-        # in a share of a whole batch micro-batches are as small as was asked for
+        self._step_number = step
+        # micro-batches may be smaller than `least` in the share of a whole batch
         self._least, self._full = assignment.least, len(assignment.rows(assignment.whole))
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
-        """(the batch where the model is, the model's output), in the numerics asked for."""
+        """(the batch on the model's device, the model's output), in the requested numerics."""
         batch = mapped(batch, lambda tensor: self.numerics.moved(tensor, self.device))
         with self.numerics.forward(self.device):
             return batch, self.call_model(self.model, batch)
 
     def _judged(self, batch: Any, num_rows: int | None = None) -> tuple[Any, Any, _Judged]:
-        """(the batch where the model is, the model's output, what `judged` says of both)."""
+        """(the batch on the model's device, the model's output, the result of `judged`)."""
         means = Means(elements=True) if self.loss is None and self.divided and not self.numerics.compile else None
         batch = mapped(batch, lambda tensor: self.numerics.moved(tensor, self.device))
         with self.numerics.forward(self.device):
@@ -139,8 +140,8 @@ class Engine(contract.Engine):
                 if getattr(output, "aux_loss", None) is not None:
                     self.hint = AUXILIARY
             result = judged(self.loss, output, batch, num_rows, means, self.divided)
-            if self.divided and not self._halved:
-                self._halved = True
+            if self.divided and not self._parts_checked:
+                self._parts_checked = True
                 self.hint = self.hint or unlike(self.loss, output, batch, num_rows)
             return batch, output, result
 
@@ -152,16 +153,16 @@ class Engine(contract.Engine):
             self._inputs.capture(batch)
 
         def compute(part: Any) -> Tensor:
-            with self._norms_of_all(), self._later.reading():
+            with self._sync_norms(), self._deferred.reading():
                 part, output, (value, times, weight, terms) = self._judged(part, num_rows)
             vote.loss_sum += float(value.detach()) * times
             vote.weight += weight
-            if self._norms and not value.requires_grad:  # the others wait for its part in the middle of backward
+            if self._norms and not value.requires_grad:  # the other processes wait for its sums in backward
                 raise without_gradient()
             if vote.terms and tuple(terms) != self.terms:
                 raise ValueError(
                     f"the loss gave the parts {', '.join(terms)} of one micro-batch and {', '.join(self.terms)} of "
-                    f"another; give the same everywhere, with 0 for what is not there"
+                    f"another; give the same everywhere, with 0 for a part that is missing"
                 )
             vote.terms = tuple(a + b for a, b in zip_longest(vote.terms, terms.values(), fillvalue=0.0))
             self.terms = tuple(terms)
@@ -172,16 +173,16 @@ class Engine(contract.Engine):
 
         parts = [] if batch is None else self._split(batch, self.accumulate)
         num_rows = samples(parts[0], self.num_local_samples) if len(parts) == 1 else None
-        followed = self.moving.keep() if len(parts) > 1 else []
-        self.moving.begin(self._turn, batch is not None)
+        saved = self.moving.keep() if len(parts) > 1 else []
+        self.moving.begin(self._step_number, batch is not None)
 
         def next_part(part: Any) -> Tensor:
-            self.moving.put(followed)  # an encoder follows once in a step, whatever it is computed in
+            self.moving.put(saved)  # a momentum encoder moves once per step, for any number of micro-batches
             return compute(part)
 
         with self._in_step(batch is not None):
             if batch is None:
-                self.wait_pending()  # where those with rows do: what it raises, all raise within
+                self.wait_pending()  # as processes with rows do: all raise its errors at the same place
             state = self.backward.run(forms, offer, *(partial(next_part, part) for part in parts))
         self.moving.end()
         if self._keeps:
@@ -195,19 +196,19 @@ class Engine(contract.Engine):
         return split(batch, parts, self._least if divisible(batch, self.num_local_samples) < self._full else 1)
 
     def _check_parameters(self) -> None:
-        """Those that train are those that did when all joined."""
+        """Raises ValueError where other parameters train than at the join."""
         if thawed := [name for name, parameter in self._frozen if parameter.requires_grad]:
             raise ValueError(
                 f"{', '.join(thawed[:3])} began to ask for a gradient after join(); unfreeze before joining"
             )
-        if self._num_held != (now := num_held(self.optimizer)):
+        if self._num_held != (current := num_held(self.optimizer)):
             known = {id(each) for each in (*self.backward.parameters.values(), *(each for _, each in self._frozen))}
             if any(id(each) not in known for group in self.optimizer.param_groups for each in group["params"]):
                 raise ValueError(
                     "the optimizer was given parameters after join() that were not there before and would not be "
                     "all-reduced; add them to model and optimizer before joining"
                 )
-            self._num_held = now
+            self._num_held = current
         self._layout.check()
 
     def collect_gradients(self, vote: Vote, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
@@ -215,7 +216,7 @@ class Engine(contract.Engine):
         self._check_parameters()
         self.moving.end()
         own = [p.grad for p in self.backward.parameters.values()]
-        if FACTORS in forms or self.may_retry:  # adding up on the way must not spoil what a redone step starts from
+        if FACTORS in forms or self.may_retry:  # the all-reduce must not overwrite gradients that a retry needs
             for parameter in self.backward.parameters.values():
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()
         state = self.backward.take(forms, offer)
@@ -246,10 +247,10 @@ class Engine(contract.Engine):
         return not_finite.where(self.model, parameters, batch, losses, backward)
 
     def _hash(self) -> int:
-        """A checksum of a part of the weights, another one each step: of all of them in HASH_STEPS steps or fewer."""
+        """A checksum of a part of the weights, a different part each step: all of them within HASH_STEPS steps."""
         check = 0
         weights = self.weights
-        for index, start, stop in self._looks[self._turn % len(self._looks)]:
+        for index, start, stop in self._hash_parts[self._step_number % len(self._hash_parts)]:
             values = weights[index].reshape(-1)[start:stop]
             check = zlib.crc32(values.view(torch.uint8).cpu().numpy().data, check)
         return check
@@ -257,7 +258,7 @@ class Engine(contract.Engine):
     def apply(self, update: Update) -> bool:
         applied = True
         if update.pending:
-            self._later.defer(update)
+            self._deferred.defer(update)
             self.norm = None
         elif update.gradients:
             applied, self.norm = self._apply(update)
@@ -266,10 +267,10 @@ class Engine(contract.Engine):
         return applied
 
     def wait_pending(self) -> None:
-        self._later.wait_pending()
+        self._deferred.wait_pending()
 
     def _apply(self, update: Update) -> tuple[bool, float | None]:
-        """Whether these gradients were applied, and their norm."""
+        """(whether these gradients were applied, their norm)."""
         used, rule = dict(zip(self.names, update.used, strict=True)), update.rule
         dense: list[Tensor] = []
         factored: list[Factored] = []
@@ -285,13 +286,13 @@ class Engine(contract.Engine):
                 parameter.grad = laid_out_as(parameter, grad) if used[name] else None
                 dense.append(parameter)
         if (rule.scale != 1.0 or rule.clip is not None) and any(each.grads is not None for each in update.gradients):
-            optimizer_step.separate(dense, factored)  # what was not added up lies where autograd has put it
+            optimizer_step.separate(dense, factored)  # gradients that were not all-reduced are in autograd's memory
         return finish(dense, factored, self.optimizer, rule, lambda total: total)
 
     def _by_factors(
         self, parameter: Tensor, left: Tensor, right: Tensor, dense: list[Tensor], factored: list[Factored]
     ) -> None:
-        """Sorts a parameter with factors: straight into the momentum, or multiplied out for the optimizer."""
+        """Adds a parameter to ``factored`` where the optimizer takes factors; else multiplies them out into .grad."""
         parameter.grad = None
         if optimizer_takes_factors(self.optimizer):
             factored.append(Factored(parameter, left, right))
@@ -310,13 +311,13 @@ class Engine(contract.Engine):
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        return buffers, self.moving.keep(), rng.state(), self._turn
+        return buffers, self.moving.keep(), rng.state(), self._step_number
 
     def rollback(self, kept: Any) -> None:
-        buffers, followed, random, self._turn = kept
-        self.moving.put(followed)
+        buffers, moving, random, self._step_number = kept
+        self.moving.put(moving)
         for table, name, buffer, old in buffers:
-            table[name] = buffer.copy_(old)  # forward may have put another tensor in its place
+            table[name] = buffer.copy_(old)  # forward may have replaced the buffer
         rng.set_state(random)
         self._inputs.restore()
 
@@ -339,28 +340,28 @@ class Engine(contract.Engine):
         self._sum_norms(InStepReduce(None, link))
 
     def reopen(self, link: transport.Link | None) -> None:
-        for everyone in dict.fromkeys(everyone for _, everyone in self._norms):
-            everyone.reopen(link)
+        for reducer in dict.fromkeys(reducer for _, reducer in self._norms):
+            reducer.reopen(link)
 
-    def _sum_norms(self, everyone: InStepReduce) -> None:
+    def _sum_norms(self, reducer: InStepReduce) -> None:
         layers = SyncBatchNorm(self.model)
-        layers.convert(everyone.total, everyone.inside)
-        everyone.receive, self._in_step, self._norms_of_all = layers.receive, everyone.step, layers.computing
-        self._norms.append((layers, everyone))
+        layers.convert(reducer.total, reducer.inside)
+        reducer.receive, self._in_step, self._sync_norms = layers.receive, reducer.step, layers.computing
+        self._norms.append((layers, reducer))
 
     def answered(self) -> set[int]:
-        """Of synchronised batch norm: the statistics, by id, that are those of all processes."""
+        """The ids of the running statistics that synchronised batch norm keeps equal on all processes."""
         return self._norms[0][0].answered
 
     def close(self) -> None:
-        self._later.close()
+        self._deferred.close()
         self.backward.close()
         matmul.remove(self.model)
-        for layers, everyone in self._norms:
+        for layers, reducer in self._norms:
             layers.restore()
-            everyone.close()
+            reducer.close()
 
 
 def num_held(optimizer: Optimizer) -> int:
-    """How many parameters."""
+    """The number of parameters in the optimizer's groups."""
     return sum(len(group["params"]) for group in optimizer.param_groups)

@@ -6,7 +6,7 @@ from paceline.engine import sequential
 
 
 class Engine(sequential.Engine):
-    """*Laws*: as sequential, up to the order in which an operation adds."""
+    """*Invariants*: equal to sequential up to the order of summation within operations."""
 
     counts = "thread"
 

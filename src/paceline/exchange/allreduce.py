@@ -2,7 +2,7 @@
 
 *Cost* (N ranks, n bytes dense): 2 (N - 1) / N n sent per rank on a ring; a layer sent as factors costs
 (N - 1) rows (in + out) numbers instead of 2 (N - 1) / N in out, and each rank multiplies all ranks' rows.
-*Laws*: N ranks equal one process on the global batch; replicas stay bit-equal; buckets leave in one order.
+*Invariants*: N ranks equal one process on the global batch; replicas stay bit-equal; all ranks send in one order.
 *Source*: wait-free backpropagation and factors: Zhang et al. 2017 (arXiv 1706.03292), sections 3 and 4.
 """
 
@@ -17,27 +17,27 @@ from torch import Tensor
 
 from paceline import contract, messages, transport
 from paceline.codec.lossless import MIN_BYTES, Added, Gathered, fits, joined, pack
-from paceline.exchange.flow.autotuner import ASKED, PACKED, Autotuner
+from paceline.exchange.flow.autotuner import FORMS, PACKED, Autotuner
 from paceline.exchange.flow.cost_model import choose, cost_of, dense_cost, factor_cost
 from paceline.exchange.flow.send_queue import InFlight, SendQueue, StepSends
 from paceline.messages import DENSE, FACTORS, Bucket, CommCost, Decision, Gradient, StepOutcome, Tally, Vote
 
 
 class Exchange(contract.Exchange):
-    """``forms``: "measured", "bytes" as long as training lasts, or always one of "dense" and "factors" where possible.
+    """``forms``: "measured"; "bytes", which never measures; or always "dense" or "factors" where possible.
 
-    ``packed``: "measured", where the wire is slow enough for it; "always"; "never". It changes no bit of any sum.
-    Memory of the codec belongs to this rank and moves only when a step is applied.
+    ``packed``: lossless compression: "measured", where the network is slow; "always"; "never". No sum changes by it.
+    The codec's memory belongs to this rank and changes only when a step is applied.
     """
 
     overlaps: tuple[str, ...] = ("backward", "forward")
-    _absorbs = False
+    _takes_factors = False
     _requested = _packed = "measured"
     factors = True
 
     def __init__(self, forms: str = "measured", packed: str = "measured"):
-        if forms not in ASKED:
-            raise ValueError(f"exchange 'allreduce': forms is one of {', '.join(ASKED)}, got {forms!r}")
+        if forms not in FORMS:
+            raise ValueError(f"exchange 'allreduce': forms is one of {', '.join(FORMS)}, got {forms!r}")
         if packed not in PACKED:
             raise ValueError(f"exchange 'allreduce': packed is one of {', '.join(PACKED)}, got {packed!r}")
         self._requested, self._packed = forms, packed
@@ -52,8 +52,8 @@ class Exchange(contract.Exchange):
         seed: int = 0,
         optimizer_takes_factors: bool = False,
     ) -> None:
-        """``rows``: the largest number of rows that a rank computes per step, until a step has shown it."""
-        self.buckets, self.codec, self.link, self._absorbs = buckets, codec, link, optimizer_takes_factors
+        """``rows``: the largest number of rows that a rank computes per step, as expected before the first step."""
+        self.buckets, self.codec, self.link, self._takes_factors = buckets, codec, link, optimizer_takes_factors
         self.fidelity = codec.fidelity
         self.step = 0
         self.memory = {bucket.index: codec.init(bucket, link.rank, seed) for bucket in buckets}
@@ -68,8 +68,8 @@ class Exchange(contract.Exchange):
         self._lane = self.link.lane("gradients") if self.link.size > 1 else self.link
         self._flow = SendQueue(self._send, self.link.threads) if self.link.size > 1 else None
         self._flight = StepSends(self.choice.groups, self.step, self.choice.packed, self.choice.high_bandwidth)
-        self._before: tuple[StepSends, list[CommCost]] | None = None  # the last step whose sums came after its vote
-        self._got: list[tuple[Gradient, Any]] = []
+        self._before: tuple[StepSends, list[CommCost]] | None = None  # the last step, where sums arrive after its vote
+        self._received: list[tuple[Gradient, Any]] = []
 
     def forms(self) -> Sequence[str]:
         return self.choice.forms
@@ -83,7 +83,7 @@ class Exchange(contract.Exchange):
     def put(self, gradient: Gradient) -> None:
         self.choice.types[gradient.bucket.index] = gradient.kind
         if self._flow and self.overlap == "forward" and gradient.layer_input is not None:
-            # it may leave after the step, when a script fills its input anew
+            # it may be sent after the step, when a script already overwrites its input
             gradient.layer_input = gradient.layer_input.clone()
         if self._flow:
             self._flow.offer(self._flight, gradient)
@@ -104,9 +104,9 @@ class Exchange(contract.Exchange):
         payloads, pending = [], []
         for gradient in gradients:
             assert gradient.flat is not None
-            payload, remembered = self.codec.encode(gradient.flat, self.memory[gradient.bucket.index], flight.step)
+            payload, memory = self.codec.encode(gradient.flat, self.memory[gradient.bucket.index], flight.step)
             payloads.append(payload)
-            pending.append(remembered)
+            pending.append(memory)
         payload = payloads[0] if len(payloads) == 1 else torch.cat(payloads)
         what = f"sum of bucket {bucket.index}: {what} ({payload.nbytes / 1e6:.1f} MB)"
         lengths = [len(each) for each in payloads]
@@ -128,9 +128,9 @@ class Exchange(contract.Exchange):
         ), begin_s
 
     def _sum(self, payload: Tensor, what: str, flight: StepSends, own: torch.dtype) -> tuple[transport.Handle, float]:
-        """(the sum, when it began). Among two a gather sends no more, so it can be packed, and what was rounded for the
-        wire is added in the gradient's own type; among more it would send more."""
-        now, mine, own = self.link.threads.now, self.link.rank, own.to_real()  # a codec may send both parts of a number
+        """(the sum, when it began). Between two ranks a gather sends no more bytes than a sum. So payloads can be
+        packed, and rounded ones are added in the gradient's own type; among more ranks a gather would send more."""
+        now, rank, own = self.link.threads.now, self.link.rank, own.to_real()  # complex: a codec may send real pairs
         rounded = payload.itemsize < own.itemsize
         packs = flight.packed and payload.nbytes >= MIN_BYTES and fits(payload)
         if self.link.size > 2 or not (packs or rounded):
@@ -138,61 +138,61 @@ class Exchange(contract.Exchange):
             return self._lane.sum(payload, what), begin_s
 
         def add(parts: list[Tensor]) -> Tensor:
-            whole = parts[mine].to(own) if rounded else parts[mine]
-            return whole.add_(parts[1 - mine])
+            whole = parts[rank].to(own) if rounded else parts[rank]
+            return whole.add_(parts[1 - rank])
 
         sent, begin_s = pack(payload) if packs else payload, now()
         handle = self._lane.all_gather(sent, what, even=not packs)
-        return Gathered(handle, mine, payload, add, now) if packs else Added(handle, add), begin_s
+        return Gathered(handle, rank, payload, add, now) if packs else Added(handle, add), begin_s
 
     def receive(self, flight: StepSends, bucket: Bucket) -> tuple[Gradient, Any]:
-        """(the sum over all ranks, what the codec will remember). Waits for it; called once for each bucket."""
+        """(the sum over all ranks, the codec's memory to commit). Waits for it; called once for each bucket."""
         assert self._flow
         sent, place = self._flow.take(flight, bucket.index)
-        gradient, got = sent.gradients[place], sent.result
+        gradient, received = sent.gradients[place], sent.result
         if gradient.output_grad is not None:
             out_features = bucket.shapes[0][0]
-            # rank after rank, so that every node multiplies in the same order
-            both = joined(got).to(gradient.output_grad.dtype)
+            # in rank order, so that every node multiplies in the same order
+            both = joined(received).to(gradient.output_grad.dtype)
             return Gradient(bucket, output_grad=both[:, :out_features], layer_input=both[:, out_features:]), None
         assert gradient.flat is not None
         numel, dtype, pending = bucket.numel, gradient.flat.dtype, sent.pending[place]
         if len(sent.gradients) > 1:
-            got = torch.split(got, sent.lengths)[place]
+            received = torch.split(received, sent.lengths)[place]
         if self.codec.sums:
-            return Gradient(bucket, flat=self.codec.decode(got, numel, dtype)), pending
-        whole = self.codec.decode(got[0], numel, dtype)
-        for payload in got[1:]:
+            return Gradient(bucket, flat=self.codec.decode(received, numel, dtype)), pending
+        whole = self.codec.decode(received[0], numel, dtype)
+        for payload in received[1:]:
             whole += self.codec.decode(payload, numel, dtype)
         return Gradient(bucket, flat=whole), pending
 
-    def remember(self, got: Sequence[tuple[Gradient, Any]], vote: Vote) -> None:
-        """What the codec keeps of these sums; nothing of any where one is not finite, and so will not be applied."""
-        dense = [(gradient.bucket, gradient.flat, pending) for gradient, pending in got if gradient.flat is not None]
+    def remember(self, sums: Sequence[tuple[Gradient, Any]], vote: Vote) -> None:
+        """Commits the codec's memory of these sums; of none where one is not finite: then no sum will be applied."""
+        dense = [(gradient.bucket, gradient.flat, pending) for gradient, pending in sums if gradient.flat is not None]
         memory = {bucket.index: self.codec.commit(pending, flat) for bucket, flat, pending in dense}
-        if all(kept is None for kept in memory.values()):
+        if all(each is None for each in memory.values()):
             self.memory.update(memory)
-        elif vote.weight and all(bool(part.isfinite().all()) for gradient, _ in got for part in gradient.parts):
+        elif vote.weight and all(bool(part.isfinite().all()) for gradient, _ in sums for part in gradient.parts):
             for bucket, _, _ in dense if self.codec.has_residual else ():
                 before, after = self.memory[bucket.index], memory[bucket.index]
                 memory[bucket.index] = self.codec.keep_unapplied(before, after, self._unused(bucket, vote.used))
             self.memory.update(memory)
 
     def _unused(self, bucket: Bucket, used: bytes) -> list[slice]:
-        """Where unused parameters lie in the bucket: no optimizer takes what was sent of them."""
+        """The slices of the bucket that belong to unused parameters: no optimizer applies their values."""
         first = sum(len(one.names) for one in self.buckets[: bucket.index])
         ends = list(accumulate(bucket.numels))
         return [
             slice(end - numel, end)
-            for end, numel, here in zip(ends, bucket.numels, used[first : first + len(ends)], strict=True)
-            if not here
+            for end, numel, in_use in zip(ends, bucket.numels, used[first : first + len(ends)], strict=True)
+            if not in_use
         ]
 
     def collect(self, vote: Vote) -> Vote:
         if self._flow is None:
             return vote
         flight, later = self._flight, self.overlap == "forward"
-        self._got = [] if later else [self.receive(flight, bucket) for bucket in self.buckets]
+        self._received = [] if later else [self.receive(flight, bucket) for bucket in self.buckets]
         measured = self._before[0] if later and self._before else flight
         vote.ready, vote.took = flight.ready(), measured.took()
         vote.multiply = self.choice.multiplication()
@@ -202,9 +202,9 @@ class Exchange(contract.Exchange):
         merged, votes = tally.vote, tally.votes
         if self._flow is None:
             return self._alone(merged)
-        flight, later, got = self._flight, self.overlap == "forward", self._got
-        self._got = []
-        coming: list[messages.PendingGradient] = [
+        flight, later, received = self._flight, self.overlap == "forward", self._received
+        self._received = []
+        awaited: list[messages.PendingGradient] = [
             _PendingGradient(self, flight, self.buckets[i], merged) for group in flight.groups for i in group
         ]
         most = [max(vote.rows[bucket.index] for vote in votes) for bucket in self.buckets]
@@ -215,17 +215,17 @@ class Exchange(contract.Exchange):
         redo = self.choice.needs_retry(merged, votes)
         if not merged.ok or redo:
             for bucket in self.buckets if later else ():
-                self.receive(flight, bucket)  # they lie in gradients that the step begins with again
+                self.receive(flight, bucket)  # these sums use the memory of gradients that the retry writes again
             return StepOutcome(Decision.RETRY, vote=merged, drift=tally.drift)
         self.step += 1
         if later:
-            return StepOutcome(Decision.COMMIT, [], merged, tally.drift, coming)
+            return StepOutcome(Decision.COMMIT, [], merged, tally.drift, awaited)
         if merged.finite:
-            self.remember(got, merged)
-        return StepOutcome(Decision.COMMIT, [gradient for gradient, _ in got], merged, tally.drift)
+            self.remember(received, merged)
+        return StepOutcome(Decision.COMMIT, [gradient for gradient, _ in received], merged, tally.drift)
 
     def _moved(self, flight: StepSends, costs: list[CommCost]) -> list[CommCost]:
-        """With the bytes that were sent, where they were packed: all ranks have seen the same messages."""
+        """The costs with the bytes that packed messages had; equal on all ranks, which received the same messages."""
         others, packed = self.link.size - 1, flight.packed_bytes
         for group in flight.groups:
             whole = costs[group[0]].in_sequence
@@ -244,12 +244,12 @@ class Exchange(contract.Exchange):
         self.choice.on_assignment(largest)
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
-        asks = cost_of(self.link, size)
+        own = cost_of(self.link, size)
         most, whole = [rows] * len(buckets), [rows * size] * len(buckets)
-        forms = choose(buckets, most, whole, size, set(), self._absorbs, asks=asks)
+        forms = choose(buckets, most, whole, size, set(), self._takes_factors, link_cost=own)
         total = CommCost(0, 0)
         for bucket, form in zip(buckets, forms, strict=True):
-            one = factor_cost(bucket, rows, size, asks=asks) if form == FACTORS else dense_cost(bucket, size, asks=asks)
+            one = factor_cost(bucket, rows, size, 4, own) if form == FACTORS else dense_cost(bucket, size, own)
             total = CommCost(total.steps + one.steps, total.bytes + one.bytes, total.flops + one.flops)
         return total
 
@@ -266,7 +266,7 @@ class Exchange(contract.Exchange):
     def rebuild(self, link: transport.Link) -> None:
         self.close()
         self.link = link
-        self.choice.anew(link.size, link.cost)
+        self.choice.restart(link.size, link.cost)
         self._start()
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Local SGD: each node trains alone, and weights are averaged every k steps: k times fewer bytes, another mathematics.
+"""Local SGD: each node trains alone, and weights are averaged every k steps: k times fewer bytes, other results.
 
 *Cost*: 2 (N - 1) / N bytes of the weights every ``period`` steps, none between.
-*Laws*: period 1 with plain SGD equals all-reduce; after an average all replicas are bit-equal; one rank
-is the identity; the mean over ranks, weighted by their samples, is conserved.
+*Invariants*: period 1 with plain SGD equals all-reduce; after an average all replicas are bit-equal; with one rank
+nothing changes; the mean over ranks, weighted by their samples, is conserved.
 *Source*: local SGD, Stich 2018 (arXiv 1805.09767). Momentum stays local.
 """
 
@@ -20,7 +20,7 @@ from paceline import contract, transport
 from paceline.exchange.flow.cost_model import cost_of, dense_cost
 from paceline.messages import DENSE, Bucket, CommCost, Decision, Gradient, StepOutcome, Tally, Target, Vote
 
-# samples since the last average; a signal that asks to stop; seconds per step: busy, and those of them that are fixed
+# samples since the last average; the stop signal; seconds per step: busy, and those of them that are fixed
 REPORT = struct.Struct("<dBdd")
 
 
@@ -65,7 +65,7 @@ class Exchange(contract.Exchange):
         self.samples += vote.weight
         self.step += 1
         if self.link.size > 1:
-            # what is reported with an average holds for all from the next step on: stop signals, paces
+            # stop signals and paces that were reported with an average hold on all ranks from the next step on
             self._requested, vote.stop_signal, self._reported = vote.stop_signal or self._requested, self._reported, 0
             self._spent.append((vote.busy, vote.fixed))
             vote.paces, self._paces = self._paces, ()
@@ -87,12 +87,12 @@ class Exchange(contract.Exchange):
     def averaged(self) -> None:
         self._reported = max(signal for _, signal, *_ in self._reports)
         self._forget()
-        self._requested = 0  # it is reported; a rank that still requests a stop does so with its next vote
+        self._requested = 0  # now reported; a rank that still requests a stop repeats it with its next vote
         self._paces = tuple((busy, fixed) for *_, busy, fixed in self._reports)
         self.samples = 0.0
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
-        each = [dense_cost(bucket, size, asks=cost_of(self.link, size)) for bucket in buckets]
+        each = [dense_cost(bucket, size, link_cost=cost_of(self.link, size)) for bucket in buckets]
         return CommCost(sum(one.steps for one in each) / self.period, sum(one.bytes for one in each) / self.period)
 
     def state(self) -> dict[str, Any]:

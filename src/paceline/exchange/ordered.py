@@ -1,11 +1,11 @@
 """Gradient synchronisation in a fixed order of summation: one tree, whichever rank has computed which part.
 
-Each rank sends the sums that its virtual shares make (engine "reproducible"), or its gradient as one share of as many
-as there are ranks; every rank receives all, and adds up what is left of the tree.
+Each rank sends the partial sums of its virtual shares (engine "reproducible"), or else its gradient as one share of as
+many as there are ranks. Every rank receives all partial sums, and adds up the rest of the tree.
 
-*Cost* (N ranks, n bytes dense): (N - 1) n sent per rank where its shares are a span of the tree, as 2, 4 or 8 equal
-parts of 8 are, up to 2 log2(shares) times that where not; 2 (N - 1) / N n is what a sum on the wire sends.
-*Laws*: as allreduce; with virtual shares, the same bits for any number of ranks.
+*Cost* (N ranks, n bytes dense): (N - 1) n sent per rank where its shares are one span of the tree, as 2, 4 or 8 equal
+parts of 8 are, else up to 2 log2(shares) times that; an all-reduce would send 2 (N - 1) / N n.
+*Invariants*: as allreduce; with virtual shares, the same bits for any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.exchange.flow.send_queue import InFlight, StepSends
 from paceline.exchange.flow.tree_sums import Span, add_up, spans
 from paceline.messages import DENSE, Bucket, CommCost, Gradient, Vote
 
-HEAD = 3  # values before the sums: how many shares there are, the first and the last + 1 that are here
+HEAD = 3  # values before the sums: the number of shares in all, this rank's first share and its last + 1
 
 
 class Exchange(allreduce.Exchange):
@@ -61,16 +61,16 @@ class Exchange(allreduce.Exchange):
         sums, whole = dict[Span, Tensor](), (0, 0)
         for payload in sent.result:
             num_shares, low, high = (int(value) for value in payload[:HEAD].real.tolist())
-            whole, here = (0, num_shares), spans((0, num_shares), low, high)
-            start = HEAD + before * len(here)
-            for i, span in enumerate(here):
+            whole, its_spans = (0, num_shares), spans((0, num_shares), low, high)
+            start = HEAD + before * len(its_spans)
+            for i, span in enumerate(its_spans):
                 sums[span] = payload[start + i * bucket.numel : start + (i + 1) * bucket.numel]
         flat = add_up(whole, sums)
         assert flat is not None, f"of {whole[1]} shares of {bucket.names[0]} only {sorted(sums)} have come"
         return Gradient(bucket, flat=flat), None
 
-    def remember(self, got: Sequence[tuple[Gradient, Any]], vote: Vote) -> None:
-        """No codec has seen it."""
+    def remember(self, sums: Sequence[tuple[Gradient, Any]], vote: Vote) -> None:
+        """This exchange uses no codec."""
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
         each = [gathered(4 * bucket.numel, size, cost_of(self.link, size)) for bucket in buckets]

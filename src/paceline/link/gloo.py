@@ -1,9 +1,9 @@
 """Gloo through torch.distributed: TCP between machines, on the interface that leads to the peers.
 
 *Cost* (N ranks, n bytes): sum and max are rings: 2 (N - 1) steps, 2 (N - 1) / N n bytes per rank;
-all-gather: N - 1 steps, (N - 1) n bytes, a stretch at a time; of ragged rows: sizes first, and what some have more of
-than others by a broadcast.
-Owns its process groups; a default group that the user has made is not touched.
+all-gather: N - 1 steps, (N - 1) n bytes, in chunks of rows; where ranks have different numbers of rows, the sizes
+first, and the rows beyond the smallest number by broadcasts.
+Owns its process groups; it does not touch a default group that the user has made.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from paceline.transport import Detect, FailureDetector, Waits
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
-LARGE_BYTES = 1 << 16  # of a gather, whose copies cost more than another message
-STRETCH_BYTES = 1 << 19  # of a gather: larger ones, which go both ways at once, take half as long again at 100 Mbit/s
+LARGE_BYTES = 1 << 16  # of a gather: from here its copies cost more than another message
+CHUNK_BYTES = 1 << 19  # of a gather: larger ones, sent in both directions at once, take 1.5 times as long at 100 Mbit/s
 POLL_S = 0.5
-AGAIN_S = 2.5  # in which each must reach each after a loss: a first packet that is lost is sent again after 1 s
-LEFT_S = 30.0  # in which what a peer sent before it left has arrived
-QUIET_S = 0.05  # in which gloo's threads let go of the last tensors, which takes Python's lock
+RECONNECT_S = 2.5  # in which ranks must reach each other after a failure: TCP retransmits a lost SYN after 1 s
+LEFT_S = 30.0  # in which all that a peer sent before it left has arrived
+QUIET_S = 0.05  # in which gloo's threads release the last tensors, for which they need the GIL
 
 
 class Link(transport.Link):
     """One node's end. Every rank names the same ``host``:``port``, which rank 0 serves (or torchrun's agent does).
 
-    ``detect``: makes what notices a lost rank; without it an operation ends at its own deadline. ``members``: of all
-    ranks, where each is; ``store``: where they have left words for each other.
+    ``detect``: makes the failure detector; without one an operation ends only at its own deadline. ``members``: the
+    address of each rank; ``store``: this generation's keys and values.
     """
 
     carrier, hides = "gloo", False
@@ -71,7 +71,7 @@ class Link(transport.Link):
 
     @staticmethod
     def secret() -> bytes:
-        """What the ranks prove to each other."""
+        """The secret with which ranks authenticate each other."""
         return secret_of_environment()
 
     def _begin(
@@ -91,19 +91,19 @@ class Link(transport.Link):
             outlive(thing)
         self._introduce()
         self._group = self._make_group("control")
-        self.meeting.patience_s = TIMEOUT_S  # from here on the detector tells who is lost
+        self.meeting.patience_s = TIMEOUT_S  # from here on the detector reports failed ranks
 
     def _introduce(self) -> None:
-        """What all must know of each other before they are connected."""
+        """Publishes what the others need before they connect."""
 
     @classmethod
     def of(cls, meeting: StoreClient, generation: int, detect: Detect | None, activity: Waits | None) -> Link:
-        """Of all who are at the meeting. Raises LinkError, and leaves it."""
+        """A link of all ranks at this rendezvous. Closes ``meeting`` on a LinkError, and raises it."""
         link = object.__new__(cls)
         link.activity = activity
         try:
             store = dist.PrefixStore(f"paceline/{generation}", meeting)
-            link._begin(meeting, store, introduce(meeting, store, AGAIN_S), generation, detect)
+            link._begin(meeting, store, introduce(meeting, store, RECONNECT_S), generation, detect)
         except LinkError:
             meeting.close()
             if detector := getattr(link, "detector", None):
@@ -112,18 +112,18 @@ class Link(transport.Link):
         return link
 
     def abandon(self) -> None:
-        """Its groups are left alone: who waits in them learns from the detector that they are dead."""
+        """Leaves its groups as they are: threads that wait in them learn from the detector that the link has failed."""
         if self.detector:
             self.detector.abandon()
 
-    def hears(self, peer: int, what: str) -> None:
-        """Raises LinkError where that rank is known to be lost."""
+    def check_alive(self, peer: int, what: str) -> None:
+        """Raises LinkError where that rank is known to have failed."""
         if self.detector and peer in self.detector.dead:
-            raise self.lost(what, 0.0, None)
+            raise self.failure(what, 0.0, None)
 
     def _look_at_others(self) -> None:
         if self.detector and (self.detector.dead or self.detector.left):
-            raise self.lost("the making of a lane", 0.0, None)
+            raise self.failure("opening a lane", 0.0, None)
 
     def _make_group(self, name: str) -> Any:
         store = dist.PrefixStore(name, self.store)
@@ -131,7 +131,7 @@ class Link(transport.Link):
         store.multi_get([f"here/{rank}" for rank in range(self.size)])
         try:
             with watched():
-                # from here on all are at it; gloo by itself would try for five times its timeout
+                # all ranks connect at this moment; gloo's own attempts would last five times its timeout
                 group = Promise(lambda: self._connect(store)).wait(REACH_S)
         except RuntimeError as error:
             raise LinkError(self._unmet(name, f"{self.carrier} did not connect them ({first_line(error)})")) from error
@@ -140,7 +140,7 @@ class Link(transport.Link):
         return group
 
     def _connect(self, store: Any) -> Any:
-        """Through a device of its own, where nobody else comes once all are connected."""
+        """On a device of its own, whose port is shut once all are connected."""
         address = self.members[self.rank].address
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=TIMEOUT_S)
@@ -151,22 +151,22 @@ class Link(transport.Link):
             return dist.ProcessGroupGloo(store, self.rank, self.size, options)
 
     def _try_out(self, group: Any, name: str) -> None:
-        """One small sum, before anything depends on it."""
-        mine = torch.tensor([self.rank + 1])
+        """One small sum, which tests the connections."""
+        own = torch.tensor([self.rank + 1])
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM
         why = "it came out wrong"
         try:
-            group.allreduce([mine], options).wait(timedelta(seconds=REACH_S))
+            group.allreduce([own], options).wait(timedelta(seconds=REACH_S))
         except RuntimeError as error:
             why = first_line(error)
-        if int(mine) != self.size * (self.size + 1) // 2:
+        if int(own) != self.size * (self.size + 1) // 2:
             raise LinkError(self._unmet(name, f"a first sum did not arrive ({why})"))
 
     def _unmet(self, name: str, what: str) -> str:
-        me, *others = sorted(self.members, key=lambda member: member.rank != self.rank)
+        own, *others = sorted(self.members, key=lambda member: member.rank != self.rank)
         return (
-            f"{me} met {', '.join(map(str, others))}, but on lane {name!r} {what} within {REACH_S:.0f} s; check "
+            f"{own} met {', '.join(map(str, others))}, but on lane {name!r} {what} within {REACH_S:.0f} s; check "
             f"the firewall and the network between these addresses"
         )
 
@@ -198,39 +198,39 @@ class Link(transport.Link):
         try:
             return operation()
         except RuntimeError as error:
-            raise self.lost(what, 0.0, error) from error
+            raise self.failure(what, 0.0, error) from error
 
     def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> transport.Handle:
         tensor = tensor.contiguous()
         rows = [len(tensor)] * self.size
         if not even:
-            mine = torch.tensor([len(tensor)], dtype=torch.int64)
-            rows = [int(r) for r in self.all_gather(mine, f"sizes of {what}", even=True).wait()]
+            own = torch.tensor([len(tensor)], dtype=torch.int64)
+            rows = [int(r) for r in self.all_gather(own, f"sizes of {what}", even=True).wait()]
         row_bytes = tensor.itemsize * math.prod(tensor.shape[1:])
-        # side by side, so that who joins them need not copy
+        # views of one tensor, so that concatenating them needs no copy
         parts = list(torch.split(tensor.new_empty((sum(rows), *tensor.shape[1:])), rows))
         if self.high_bandwidth and self.size == 2 and sum(rows) * row_bytes >= LARGE_BYTES:
-            # gloo's gather copies all of it twice, and a broadcast goes straight into its place
+            # gloo's gather copies all data twice, a broadcast receives into its place
             parts[self.rank].copy_(tensor)
-            ways = [(part, rank) for rank, part in enumerate(parts) if part.numel()]
-            works = [self._start(partial(self._broadcast, part, rank), what) for part, rank in ways]
+            sends = [(part, rank) for rank, part in enumerate(parts) if part.numel()]
+            works = [self._start(partial(self._broadcast, part, rank), what) for part, rank in sends]
             return self._handle(All(works), "all-gather", tensor.nbytes, what, lambda: parts)
         works = [
             self._start(partial(self._group.allgather, [[part[i:j] for part in parts]], [tensor[i:j]]), what)
-            for i, j in _stretches(min(rows), row_bytes, sys.maxsize if self.high_bandwidth else STRETCH_BYTES)
+            for i, j in _chunks(min(rows), row_bytes, sys.maxsize if self.high_bandwidth else CHUNK_BYTES)
         ]
-        # what is more, by a broadcast each: nobody sends rows that another has not
+        # the rows beyond the smallest number by one broadcast per rank: no padding is sent
         parts[self.rank][min(rows) :] = tensor[min(rows) :]
-        more = [(part[min(rows) :], rank) for rank, part in enumerate(parts)]
-        works += [self._start(partial(self._broadcast, rest, rank), what) for rest, rank in more if rest.numel()]
+        excess = [(part[min(rows) :], rank) for rank, part in enumerate(parts)]
+        works += [self._start(partial(self._broadcast, part, rank), what) for part, rank in excess if part.numel()]
         if not works:
             return Done(parts)
         return self._handle(All(works), "all-gather", tensor.nbytes, what, lambda: parts)
 
     def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> transport.Handle:
         whole = tensor.clone()
-        mine = whole.chunk(self.size)[self.rank]
-        return Then(self.sum(whole, what), mine.clone)
+        own = whole.chunk(self.size)[self.rank]
+        return Then(self.sum(whole, what), own.clone)
 
     def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> transport.Handle:
         work = self._start(partial(self._broadcast, tensor, root), what)
@@ -262,8 +262,8 @@ class Link(transport.Link):
             return CommCost(rounds, rounds * num_bytes)
         return CommCost(1, num_bytes if operation == "send" else 0)
 
-    def lost(self, what: str, waited_s: float, error: Exception | None) -> LinkError:
-        """The error for a broken operation: which peer, on which host, how long we waited."""
+    def failure(self, what: str, waited_s: float, error: Exception | None) -> LinkError:
+        """The error for a failed operation: which peer, on which host, after how long a wait."""
         cut = self._cut_off(error)
         peer = self.detector.verdict(2.5 if error and cut is None else 0.0) if self.detector else None
         if peer is None and cut is not None:
@@ -272,7 +272,7 @@ class Link(transport.Link):
         return loss(self, peer, what, waited_s, error)
 
     def _cut_off(self, error: Exception | None) -> Member | None:
-        """Whom gloo could not reach any more, by its message: [address]:port and "timed out"."""
+        """The member that gloo could not reach any more, by its message: [address]:port and "timed out"."""
         text = str(error) if "timed out" in str(error) else ""
         named = (each for each in self.members if f"[{each.address}]" in text or f" {each.address}:" in text)
         return next(named, None)
@@ -306,20 +306,20 @@ class _Handle(transport.Handle):
                     return self._settled(waited_s)
                 detector = self.link.detector
                 if detector and (detector.dead or (detector.left and waited_s > LEFT_S)):
-                    raise self.link.lost(self.what, waited_s, None) from None
+                    raise self.link.failure(self.what, waited_s, None) from None
                 if waited_s >= patience_s:
                     raise LinkError(f"gave up on {self.what} after {waited_s:.0f} s; every peer is alive") from None
 
     def _settled(self, waited_s: float) -> Any:
-        """A wait may expire in the very moment in which the operation ends well: only asking again tells."""
+        """A wait may time out at the moment at which the operation completes: a second wait gives its result."""
         try:
             self.work.wait(timedelta(seconds=POLL_S))
         except RuntimeError as error:
-            raise self.link.lost(self.what, waited_s, error) from None
+            raise self.link.failure(self.what, waited_s, error) from None
         return self.result()
 
 
-def _stretches(num_rows: int, row_bytes: int, most_bytes: int) -> list[tuple[int, int]]:
-    """From, to: of rows that are sent at once."""
-    step = max(1, most_bytes // max(1, row_bytes))
+def _chunks(num_rows: int, row_bytes: int, max_bytes: int) -> list[tuple[int, int]]:
+    """(start, stop) of rows that are sent at once."""
+    step = max(1, max_bytes // max(1, row_bytes))
     return [(start, min(start + step, num_rows)) for start in range(0, num_rows if row_bytes else 0, step)]

@@ -1,11 +1,11 @@
 """Ranks as threads of one process, for tests and simulation: every collective without a network.
 
-    send      a rank's part of a collective goes to every other rank, each of which adds up for itself
-    members   those who are left meet, and go on as the next generation without those who did not come
+    collectives  each rank posts its tensor to every other rank; each of these reduces by itself
+    membership   the survivors meet, and continue as the next generation without the ranks that did not come
 
-A broadcast is over for its root as soon as it has been sent, as on a network.
+A broadcast is complete for its root as soon as it has been sent, as on a network.
 *Cost*: each rank's tensor is read once by every other: 1 step, (N - 1) n bytes per rank.
-*Laws*: sums are made in rank order, so all ranks get the same bits; what comes twice counts once.
+*Invariants*: sums are made in rank order, so all ranks get the same bits; a message that arrives twice counts once.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Key = tuple[str, int]  # a lane, and the number of a message on it
 
 
 class Hub:
-    """One generation: what each rank was sent, and of whom it knows that they are gone.
+    """One generation: the messages that each rank was sent, and the failed ranks that each rank knows of.
 
-    ``ids``: who the ranks are, whatever generation they belong to. Nothing is late and nothing is lost here.
+    ``ids``: each rank's identity, the same in all generations. No message is delayed or dropped here.
     """
 
     patience_s = TIMEOUT_S
@@ -36,21 +36,21 @@ class Hub:
     def __init__(self, size: int, ids: Sequence[int] = (), threads: transport.Threads | None = None):
         self.size, self.ids = size, tuple(ids or range(size))
         self.threads = threads or transport.Threads()
-        self.changed = [self.threads.Condition() for _ in range(size)]  # what this rank was sent, or knows
+        self.changed = [self.threads.Condition() for _ in range(size)]  # a rank's messages, or what it knows
         self.meeting = self.threads.Condition()
         self.inbox: dict[tuple[int, Key], dict[int, tuple[str, Tensor]]] = {}  # by receiver and message: by sender
-        self.gone: list[dict[int, str]] = [{} for _ in range(size)]  # by who knows of it: by rank, why
+        self.failed: list[dict[int, str]] = [{} for _ in range(size)]  # by the rank that knows it: rank to reason
         self.leaving: set[int] = set()  # to meet
-        self.came: set[int] = set()
+        self.joined: set[int] = set()
         self.next: Hub | None = None
-        self.came_late: tuple[transport.Joiner, ...] = ()  # the last of its ranks, which were none in the one before
+        self.joiners: tuple[transport.Joiner, ...] = ()  # its last ranks, which were not in the generation before
 
     def deliver(self, sender: int, lane: str, put: Callable[[int], None], receivers: Sequence[int]) -> None:
-        """Calls ``put(receiver)`` for each, of whom the sender may be one."""
+        """Calls ``put(receiver)`` for each receiver; the sender may be one."""
         for receiver in receivers:
-            self.tell(receiver, put)
+            self.update(receiver, put)
 
-    def tell(self, receiver: int, put: Callable[[int], None]) -> None:
+    def update(self, receiver: int, put: Callable[[int], None]) -> None:
         with self.changed[receiver]:
             put(receiver)
             self.changed[receiver].notify_all()
@@ -58,38 +58,38 @@ class Hub:
     def kill(self, rank: int, why: str = "was killed") -> None:
         """From now on every wait that needs this rank fails."""
 
-        def know(receiver: int) -> None:
-            self.gone[receiver].setdefault(rank, why)
+        def mark(receiver: int) -> None:
+            self.failed[receiver].setdefault(rank, why)
 
         for receiver in range(self.size):
-            self.tell(receiver, know)
+            self.update(receiver, mark)
         with self.meeting:
             self.meeting.notify_all()
 
     def leave(self, rank: int) -> None:
-        """Its training is over: the others need not wait for it any more."""
+        """The rank's training is over: the others no longer wait for it."""
         self.kill(rank, "has left")
 
     def reconfigure(self, rank: int, admits: Sequence[transport.Joiner] = ()) -> tuple[Hub, int]:
-        """(the next generation, this rank's rank in it). It is closed when all have come who are not known to be dead,
-        or patience ends. Raises LinkError for who comes later."""
+        """(the next generation, this rank's rank in it). The generation forms once all ranks that are not known to
+        have failed have come, or after a time-out. Raises LinkError for a rank that comes later."""
         self.leaving.add(rank)
         self.kill(rank, "has left for another generation")
         with self.meeting:
-            self.came.add(rank)
+            self.joined.add(rank)
             self.meeting.notify_all()
-            # longer than who comes last may have been waiting in vain
+            # twice: the last rank to come may itself have waited for patience_s before
             self.meeting.wait_for(lambda: self.next or self.complete(rank), 2 * self.patience_s)
             if self.next is None:
-                self.next = Hub(len(self.came), [self.ids[each] for each in sorted(self.came)], self.threads)
+                self.next = Hub(len(self.joined), [self.ids[each] for each in sorted(self.joined)], self.threads)
                 self.meeting.notify_all()
         if self.ids[rank] not in self.next.ids:
-            raise LinkError(f"rank {rank} came too late: ranks {sorted(self.came - {rank})} went on without it")
+            raise LinkError(f"rank {rank} came too late: ranks {sorted(self.joined - {rank})} continued without it")
         return self.next, self.next.ids.index(self.ids[rank])
 
     def complete(self, rank: int) -> bool:
-        dead = self.gone[rank].keys() - self.leaving
-        return all(each in self.came or each in dead for each in range(self.size))
+        known = self.failed[rank].keys() - self.leaving
+        return all(each in self.joined or each in known for each in range(self.size))
 
 
 class _Handle(transport.Handle):
@@ -101,31 +101,31 @@ class _Handle(transport.Handle):
         return self.taken or not self._missing()
 
     def _missing(self) -> list[int]:
-        here = self.link.hub.inbox.get(self.place, {})
-        return [rank for rank in self.senders if rank not in here]
+        arrived = self.link.hub.inbox.get(self.place, {})
+        return [rank for rank in self.senders if rank not in arrived]
 
-    def _lost(self) -> list[int]:
-        gone = self.link.hub.gone[self.link.rank]
-        return [rank for rank in (self.link.rank, *self._missing()) if rank in gone] if gone else []
+    def _failed(self) -> list[int]:
+        failed = self.link.hub.failed[self.link.rank]
+        return [rank for rank in (self.link.rank, *self._missing()) if rank in failed] if failed else []
 
     def wait(self, deadline_s: float | None = None) -> Any:
         hub, rank = self.link.hub, self.link.rank
         limit_s = hub.patience_s if deadline_s is None else deadline_s
         with hub.changed[rank]:
-            hub.changed[rank].wait_for(lambda: self.done() or self._lost(), limit_s)
+            hub.changed[rank].wait_for(lambda: self.done() or self._failed(), limit_s)
             if not self.done():
-                if lost := self._lost():
-                    raise LinkError(f"rank {lost[-1]} {hub.gone[rank][lost[-1]]}", lost[-1])
+                if failed := self._failed():
+                    raise LinkError(f"rank {failed[-1]} {hub.failed[rank][failed[-1]]}", failed[-1])
                 missing = self._missing()
                 raise LinkError(f"waited in vain for ranks {missing}", missing[0])
             if not self.taken:
-                here = hub.inbox.pop(self.place, {})
-                self.taken, self.result = True, self._take([here[sender] for sender in self.senders])
+                arrived = hub.inbox.pop(self.place, {})
+                self.taken, self.result = True, self._take([arrived[sender] for sender in self.senders])
         return self.result
 
 
 class Link(transport.Link):
-    """One rank's end. ``world(3)`` makes three that belong together."""
+    """One rank's end. ``world(3)`` makes the links of three ranks."""
 
     networked = False
 
@@ -157,8 +157,8 @@ class Link(transport.Link):
             self._post(key, kind, tensor, range(self.size))
 
         def take(parts: list[tuple[str, Tensor]]) -> Any:
-            asked = {k if k == "all-gather" else f"{k} of {tuple(t.shape)}" for k, t in parts}
-            assert len(asked) == 1, f"ranks disagree on operation {key}: {sorted(asked)}"
+            requested = {k if k == "all-gather" else f"{k} of {tuple(t.shape)}" for k, t in parts}
+            assert len(requested) == 1, f"ranks disagree on operation {key}: {sorted(requested)}"
             return combine([part for _, part in parts])
 
         return _Handle(self, key, senders, take)
@@ -178,10 +178,10 @@ class Link(transport.Link):
     def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> transport.Handle:
         return self._collective("broadcast", tensor, lambda parts: tensor.copy_(parts[0]), (root,))
 
-    def _number(self, way: str) -> Key:
-        """The next of the messages that go this way."""
-        number = self._counts[way] = self._counts.get(way, -1) + 1
-        return f"{self.name}: {way}", number
+    def _number(self, route: str) -> Key:
+        """The next message number on this route."""
+        number = self._counts[route] = self._counts.get(route, -1) + 1
+        return f"{self.name}: {route}", number
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> transport.Handle:
         self._post(self._number(f"{self.rank} to {peer}, tag {tag}"), "send", tensor, (peer,))
@@ -198,13 +198,13 @@ class Link(transport.Link):
         return CommCost(1, num_bytes * (self.size - 1))
 
     def close(self) -> None:
-        """The others need not wait for this rank any more."""
+        """The others no longer wait for this rank."""
         if not self.name:
             self.hub.leave(self.rank)
 
 
 class Members(transport.Membership):
-    """Who is left of a hub. ``link``: of the present generation."""
+    """The surviving ranks of a hub. ``link``: of the current generation."""
 
     def __init__(self, link: Link):
         self.link: Link = link
@@ -217,7 +217,7 @@ class Members(transport.Membership):
         hub, rank = before.reconfigure(self.link.rank, admits)
         self.link = Link(hub, rank, self.link.generation + 1)
         previous = tuple(before.ids.index(each) for each in hub.ids if each in before.ids)
-        return transport.View(self.link, previous, hub.came_late)
+        return transport.View(self.link, previous, hub.joiners)
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:

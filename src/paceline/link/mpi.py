@@ -1,12 +1,12 @@
 """MPI through mpi4py: every network that the cluster's MPI supports, between processes that mpirun started.
 
 *Cost* (N ranks, n bytes), bytes being the mean over the ranks, whichever tree or ring the library picks: sum and
-max: 2 ceil(log2 N) steps, 2 (N - 1) / N n; all-gather: N - 1 steps, (N - 1) n; reduce-scatter, a sum at one rank
-that deals it out: 2 ceil(log2 N) steps, (N - 1) (N + 1) / N^2 n; broadcast: ceil(log2 N) steps, (N - 1) / N n.
-*Types*: MPI has neither bf16 nor fp16: torch adds them, on the same way and rounding every sum to the type. Tensors
-in host memory only.
-*Laws*: plain mpirun ends the whole job when a process dies, and says which. Under ``mpirun --with-ft ulfm`` (Open MPI
-5) the survivors are told by a heartbeat, and each ends by a LinkError that names the dead rank.
+max: 2 ceil(log2 N) steps, 2 (N - 1) / N n; all-gather: N - 1 steps, (N - 1) n; reduce-scatter, a reduction to one rank
+and a scatter: 2 ceil(log2 N) steps, (N - 1) (N + 1) / N^2 n; broadcast: ceil(log2 N) steps, (N - 1) / N n.
+*Types*: MPI has neither bf16 nor fp16: torch adds them in a user-defined MPI operation, which rounds every sum to the
+type. Tensors in host memory only.
+*Failures*: plain mpirun ends the whole job when a process dies, and names it. Under ``mpirun --with-ft ulfm`` (Open MPI
+5) a heartbeat reports the failure to the survivors, and each ends by a LinkError that names the failed rank.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from paceline.registry import LINK
 from paceline.transport import Detect, FailureDetector, Waits
 
 JOIN_S = 60.0
-TIMEOUT_S = 1800.0  # a lost peer is noticed by its heartbeat, not by this
+TIMEOUT_S = 1800.0  # the heartbeat detects a failed peer long before this
 POLL_S = 0.2
-LEFT_S = 8.0  # in which what a peer sent before it left has arrived
+LEFT_S = 8.0  # in which all that a peer sent before it left has arrived
 NAME_BYTES = 1024
 
 
 class Link(transport.Link):
     """One node's end. mpirun must have started one process per node, rank ``rank`` of ``size``.
 
-    ``host``: rank 0's address for the heartbeat; where it is empty or leads home, the routing table says. The port is
-    not used.
+    ``host``: rank 0's address for the heartbeat; where it is empty or resolves to loopback, the address is taken from
+    the routing table. The port is not used.
     """
 
     admits, finds_others, on_cpu = False, True, True
@@ -84,11 +84,11 @@ class Link(transport.Link):
         self._comm = self._duplicate(world, "joining the others")
         names = self._gather_text(socket.gethostname())
         self.hosts = self._gather_text(os.environ.get("PACELINE_HOST", socket.gethostname()))
-        places = [text.split() for text in self._gather_text(" ".join(addresses()))]
-        self._addresses = {each for its in places for each in its}
+        all_addresses = [text.split() for text in self._gather_text(" ".join(addresses()))]
+        self._addresses = {each for its in all_addresses for each in its}
         if size > 1 and detect:
             try:
-                address = _address(host, names, places) if rank == 0 else ""
+                address = _address(host, names, all_addresses) if rank == 0 else ""
                 secret = secret_of_environment()
                 self.detector = detect(rank, size, _Bulletin(self), address, secret, lambda: None)
             except OSError as error:
@@ -107,8 +107,8 @@ class Link(transport.Link):
 
     def _gather_text(self, text: str) -> list[str]:
         """Every rank's text."""
-        everyone = self.all_gather(_letters(text), "the names of the nodes", even=True).wait(JOIN_S)
-        return [bytes(part.tolist()).decode(errors="replace").strip() for part in everyone]
+        texts = self.all_gather(_encoded(text), "the names of the nodes", even=True).wait(JOIN_S)
+        return [bytes(part.tolist()).decode(errors="replace").strip() for part in texts]
 
     def lane(self, name: str) -> Link:
         lane = object.__new__(Link)
@@ -116,22 +116,22 @@ class Link(transport.Link):
         lane._comm = self._duplicate(self._comm, f"opening lane {name!r}")
         return lane
 
-    def _fly(
-        self, kind: str, num_bytes: int, what: str, start: Callable[[], Any], result: Callable[[], Any], *kept: Any
+    def _begin(
+        self, kind: str, num_bytes: int, what: str, start: Callable[[], Any], result: Callable[[], Any], *buffers: Any
     ) -> transport.Handle:
         try:
             request = start()
         except self._library.mpi.Exception as error:
-            raise self.lost(what, 0.0, error) from error
+            raise self.failure(what, 0.0, error) from error
         self.sent_bytes += int(self.cost(kind, num_bytes).bytes)
-        return _Handle(self, what, result, self._library.progress.watch(request, kept))
+        return _Handle(self, what, result, self._library.progress.watch(request, buffers))
 
     def _memory(self, tensor: Tensor, num_values: Any = None, kind: Any = None) -> list[Any]:
-        """A tensor as MPI takes it; its values by their width, unless they are computed with."""
+        """A tensor as an MPI buffer; its values are typed by their width alone, unless ``kind`` is given."""
         if tensor.device.type != "cpu":
             raise ValueError(
-                f"link 'mpi' moves tensors in host memory, got one on {tensor.device}: MPI is not asked whether it "
-                f"reads device memory; copy the tensor to the CPU, or set PACELINE_LINK={LINK} on every node"
+                f"link 'mpi' moves tensors in host memory, got one on {tensor.device}: device memory is not supported, "
+                f"even by an MPI that reads it; copy the tensor to the CPU, or set PACELINE_LINK={LINK} on every node"
             )
         if not tensor.is_contiguous():
             raise ValueError(f"link 'mpi' needs a contiguous tensor, got strides {tensor.stride()}; call contiguous()")
@@ -150,18 +150,18 @@ class Link(transport.Link):
         into = self._memory(tensor, kind=dtype)
         if not tensor.numel():
             return _Handle(self, what, lambda: tensor)
-        # not in place: that would keep the library from its better algorithms
-        mine = tensor.detach().clone()
-        out = self._memory(mine, kind=dtype)
+        # not in place: with MPI_IN_PLACE the library cannot use its faster algorithms
+        own = tensor.detach().clone()
+        out = self._memory(own, kind=dtype)
         start = partial(self._comm.Iallreduce, out, into, operation)
-        return self._fly(kind, tensor.nbytes, what, start, lambda: tensor, mine, tensor)
+        return self._begin(kind, tensor.nbytes, what, start, lambda: tensor, own, tensor)
 
     def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> transport.Handle:
         tensor = tensor.detach().contiguous()
         rows = [len(tensor)] * self.size
         if not even:
-            mine = torch.tensor([len(tensor)], dtype=torch.int64)
-            rows = [int(r) for r in self.all_gather(mine, f"sizes of {what}", even=True).wait()]
+            own = torch.tensor([len(tensor)], dtype=torch.int64)
+            rows = [int(r) for r in self.all_gather(own, f"sizes of {what}", even=True).wait()]
         # (all ranks' rows, ...)
         whole = tensor.new_empty((sum(rows), *tensor.shape[1:]))
         parts = list(torch.split(whole, rows))
@@ -172,32 +172,32 @@ class Link(transport.Link):
             start = partial(self._comm.Iallgather, out, self._memory(whole, tensor.numel()))
         else:
             start = partial(self._comm.Iallgatherv, out, self._memory(whole, [part.numel() for part in parts]))
-        return self._fly("all-gather", tensor.nbytes, what, start, lambda: parts, tensor, whole)
+        return self._begin("all-gather", tensor.nbytes, what, start, lambda: parts, tensor, whole)
 
     def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> transport.Handle:
         operation, dtype = self._library.operation("sum", tensor.dtype), self._library.types[tensor.dtype]
         tensor = tensor.detach().contiguous()
         # (size * n, ...) -> (n, ...)
-        mine = tensor.new_empty((len(tensor) // self.size, *tensor.shape[1:]))
-        out, into = self._memory(tensor, mine.numel(), dtype), self._memory(mine, kind=dtype)
+        own = tensor.new_empty((len(tensor) // self.size, *tensor.shape[1:]))
+        out, into = self._memory(tensor, own.numel(), dtype), self._memory(own, kind=dtype)
         if not tensor.numel():
-            return _Handle(self, what, lambda: mine)
+            return _Handle(self, what, lambda: own)
         start = partial(self._comm.Ireduce_scatter_block, out, into, operation)
-        return self._fly("reduce-scatter", tensor.nbytes, what, start, lambda: mine, tensor, mine)
+        return self._begin("reduce-scatter", tensor.nbytes, what, start, lambda: own, tensor, own)
 
     def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> transport.Handle:
         start = partial(self._comm.Ibcast, self._memory(tensor), root)
         if not tensor.numel():
             return _Handle(self, what, lambda: tensor)
-        return self._fly("broadcast", tensor.nbytes, what, start, lambda: tensor, tensor)
+        return self._begin("broadcast", tensor.nbytes, what, start, lambda: tensor, tensor)
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> transport.Handle:
         start = partial(self._comm.Isend, self._memory(tensor), peer, tag)
-        return self._fly("send", tensor.nbytes, f"send to rank {peer}", start, lambda: tensor, tensor)
+        return self._begin("send", tensor.nbytes, f"send to rank {peer}", start, lambda: tensor, tensor)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> transport.Handle:
         start = partial(self._comm.Irecv, self._memory(tensor), peer, tag)
-        return self._fly("recv", tensor.nbytes, f"receive from rank {peer}", start, lambda: tensor, tensor)
+        return self._begin("recv", tensor.nbytes, f"receive from rank {peer}", start, lambda: tensor, tensor)
 
     def cost(self, operation: str, num_bytes: int) -> CommCost:
         size, others, rounds = self.size, self.size - 1, math.ceil(math.log2(self.size))
@@ -211,16 +211,16 @@ class Link(transport.Link):
             return CommCost(rounds, others * num_bytes // size)
         return CommCost(1, num_bytes if operation == "send" else 0)
 
-    def lost(self, what: str, waited_s: float, error: Exception | None = None) -> LinkError:
-        """The error for a broken operation: which peer, on which host, how long we waited."""
+    def failure(self, what: str, waited_s: float, error: Exception | None = None) -> LinkError:
+        """The error for a failed operation: which peer, on which host, after how long a wait."""
         peer = self.detector.verdict(2.5 if error else 0.0) if self.detector else None
         return loss(self, peer, what, waited_s, error)
 
     def cut_off(self, what: str, waited_s: float, address: str) -> LinkError:
-        """The error for a node that does not answer this one any more, though rank 0 may hear both."""
+        """The error for a node that no longer answers this one, though rank 0 may reach both."""
         peer = self.detector.verdict(1.0) if self.detector else None
         if peer is not None:
-            return self.lost(what, waited_s)
+            return self.failure(what, waited_s)
         return LinkError(
             f"no answer from {address} during {what} (waited {waited_s:.1f} s) for {SILENT_S} s, though rank 0 may "
             f"hear it; look at the network between the two"
@@ -235,7 +235,7 @@ class Link(transport.Link):
 
 
 class _Handle(transport.Handle):
-    """``flight``: None where there was nothing to move."""
+    """``flight``: None where the tensor is empty."""
 
     def __init__(self, link: Link, what: str, result: Callable[[], Any], flight: Flight | None = None):
         self.link, self.what, self.result, self.flight = link, what, result, flight
@@ -254,50 +254,50 @@ class _Handle(transport.Handle):
             if waited_s > SILENT_S and (address := unanswered(self.link._addresses)) and not self.done():
                 raise self.link.cut_off(self.what, waited_s, address)
             if detector and (detector.dead or (detector.left and waited_s > LEFT_S)) and not self.done():
-                raise self.link.lost(self.what, waited_s)
+                raise self.link.failure(self.what, waited_s)
             if waited_s >= patience_s and not self.done():
                 raise LinkError(f"gave up on {self.what} after {waited_s:.0f} s; no peer is known to be dead")
         if flight and flight.error:
-            raise self.link.lost(self.what, time.monotonic() - start, flight.error)
+            raise self.link.failure(self.what, time.monotonic() - start, flight.error)
         return self.result()
 
 
 class _Bulletin:
-    """What the heartbeat asks of a store: rank 0 sends one value, all others receive it."""
+    """The part of a store that the heartbeat needs: rank 0 sends one value, all others receive it."""
 
     def __init__(self, link: Link):
         self.link = link
 
     def set(self, key: str, value: str) -> None:
-        self.link.broadcast(_letters(value), 0, f"the address of the {key}").wait(JOIN_S)
+        self.link.broadcast(_encoded(value), 0, f"the address of the {key}").wait(JOIN_S)
 
     def get(self, key: str) -> bytes:
-        return bytes(self.link.broadcast(_letters(""), 0, f"the address of the {key}").wait(JOIN_S).tolist())
+        return bytes(self.link.broadcast(_encoded(""), 0, f"the address of the {key}").wait(JOIN_S).tolist())
 
 
-def _letters(text: str) -> Tensor:
+def _encoded(text: str) -> Tensor:
     return torch.tensor(list(text.encode()[:NAME_BYTES].ljust(NAME_BYTES)), dtype=torch.uint8)
 
 
-def _address(host: str, names: list[str], places: list[list[str]]) -> str:
-    """Where the others reach rank 0: as given, or where the route to the first on another machine leaves."""
-    _, given = _way(host or "127.0.0.1")
-    far = next((rank for rank, name in enumerate(names) if name != names[0]), None)
-    if not is_loopback(given) or far is None:
+def _address(host: str, names: list[str], all_addresses: list[list[str]]) -> str:
+    """Rank 0's address for the others: ``host``, or the local address of the route to the first remote rank."""
+    _, given = _resolve(host or "127.0.0.1")
+    remote = next((rank for rank, name in enumerate(names) if name != names[0]), None)
+    if not is_loopback(given) or remote is None:
         return given
-    # a name may lead nowhere, and an address that rank 0 has, too, leads home
-    for place in (names[far], *(each for each in places[far] if each not in places[0])):
+    # its name may not resolve, and an address that rank 0 has, too, is one of rank 0's own machine
+    for target in (names[remote], *(each for each in all_addresses[remote] if each not in all_addresses[0])):
         with contextlib.suppress(OSError):
-            family, address = _way(place)
+            family, address = _resolve(target)
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((address, 9))  # sends nothing: asks the routing table
+                probe.connect((address, 9))  # sends no packet: looks up the routing table
                 if not is_loopback(found := str(probe.getsockname()[0])):
                     return found
-    raise OSError(f"no way from {names[0]} to {names[far]}")
+    raise OSError(f"no route from {names[0]} to {names[remote]}")
 
 
-def _way(host: str) -> tuple[int, str]:
+def _resolve(host: str) -> tuple[int, str]:
     """(family, address), IPv4 first."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-    family, *_, place = min(found, key=lambda way: way[0] != socket.AF_INET)
-    return family, str(place[0])
+    family, *_, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return family, str(address[0])

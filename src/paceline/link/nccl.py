@@ -1,9 +1,9 @@
 """NCCL through torch.distributed for tensors on GPUs; gloo for the rest, and the same errors about failed peers.
 
-*Cost*: as `link.gloo`: rings; NCCL finds its own way between the GPUs of a machine, and over the network.
-*Laws*: as `link.gloo`. A wait is one of the host, with a deadline: NCCL's own would only hold the GPU's stream, where
-a peer that is gone is waited for without end.
-Never run on a GPU; on the CPU another gloo group stands in for NCCL's in the tests.
+*Cost*: as `link.gloo`: rings; NCCL chooses its own transport between the GPUs of a machine, and over the network.
+*Invariants*: as `link.gloo`. The host polls with a deadline: NCCL's own wait only blocks the GPU's stream, and never
+ends where a peer has failed.
+Never run on a GPU; in the tests another gloo group on the CPU takes the place of NCCL's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.link import gloo as plain
 from paceline.link.net.works import TIMEOUT_S
 from paceline.registry import LINK
 
-POLL_S = 5e-5  # a step's messages are some: the host looks often
+POLL_S = 5e-5  # short, since a step waits for several messages
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
@@ -56,8 +56,8 @@ class Link(plain.Link):
 
 
 class Group:
-    """One lane: each operation by the group of the place where its tensors lie. ``make`` gives the GPU's, when it is
-    first needed: a control lane never is."""
+    """One lane: each operation runs on the group of the device of its tensors. ``make`` makes the GPU's group when it
+    is first needed: a control lane never needs one."""
 
     def __init__(self, host: Any, make: Callable[[], Any], on_device: Callable[[Tensor], bool] = lambda t: t.is_cuda):
         self.host, self.make, self.on_device = host, make, on_device
@@ -86,14 +86,14 @@ class Group:
         return self._begin(tensors[0], lambda group: group.recv(tensors, peer, tag))
 
     def abandon(self) -> None:
-        """What is under way on the GPU is given up, so that its stream is free for the next group."""
+        """Aborts what is in progress on the GPU, so that its stream is free for the next group."""
         if self.device is not None:
-            with contextlib.suppress(Exception):  # a broken communicator says so, and is what we have
+            with contextlib.suppress(Exception):  # aborting a broken communicator may raise
                 self.device.abort()
 
 
 class Work:
-    """An operation of the GPU, waited for by the host."""
+    """An operation on the GPU, for which the host waits."""
 
     def __init__(self, work: Any):
         self.work = work
@@ -102,10 +102,10 @@ class Work:
         return bool(self.work.is_completed())
 
     def wait(self, timeout: timedelta) -> None:
-        """Raises RuntimeError where it is not over in time, or went wrong."""
+        """Raises RuntimeError where it has not ended in time, or has failed."""
         end = time.monotonic() + timeout.total_seconds()
         while not self.work.is_completed():
             if time.monotonic() > end:
                 raise RuntimeError("not yet")
             time.sleep(POLL_S)
-        self.work.wait()  # over: raises what went wrong, and lets this thread's stream see the result
+        self.work.wait()  # completed: raises its error, or makes this thread's stream wait for the result

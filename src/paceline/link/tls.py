@@ -1,9 +1,9 @@
 """TLS 1.3 transport between all nodes, directly from each to each.
 
-*Cost* (N ranks, n bytes): sum and max: each adds up its slice and tells all: 2 (N - 1) / N n bytes per rank;
-all-gather: (N - 1) n bytes; broadcast: a binomial tree. As `link.gloo` in all else: the meeting, whose words are
-hidden here as well as sealed, the heartbeat, likewise, and who goes on after a loss.
-*Laws*: values are added up in rank order, so all ranks end with the same bits. Needs the run's secret.
+*Cost* (N ranks, n bytes): sum and max: each rank reduces one slice and sends it to all: 2 (N - 1) / N n bytes per
+rank; all-gather: (N - 1) n bytes; broadcast: a binomial tree. All else is as in `link.gloo`: the rendezvous and the
+heartbeat, whose messages are encrypted here, too, and the handling of failures.
+*Invariants*: values are added up in rank order, so all ranks end with the same bits. Needs the run's secret.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from paceline.link.net.route import REACH_S
 from paceline.link.net.tls_mesh import Identity, Mesh, check
 from paceline.link.net.tls_messages import Mail, Work
 
-SLICE_BYTES = 4 << 20  # of a sum, for each rank: while one is added up, others are on their way
-MARGIN_S = 0.5  # in which a lane that is not connected says so, before it is given up
+SLICE_BYTES = 4 << 20  # of a sum, for each rank: while one is added up, others are being sent
+MARGIN_S = 0.5  # the mesh times out so much earlier than the caller's wait, so that its error is reported
 SUM, GATHER, SPREAD, MAIL = b"s", b"g", b"b", b"m"
 HALVES = torch.bfloat16, torch.float16
 
@@ -43,9 +43,9 @@ class Link(plain.Link):
         check()
         if not (secret := secret_of_environment()):
             raise ValueError(
-                "encryption needs a secret, and PACELINE_SECRET is not set; `paceline run` "
-                "makes one for each run: where ranks are started in another way, give all of them the same, such as "
-                "`openssl rand -hex 32` prints"
+                "encryption needs a secret, and PACELINE_SECRET is not set; `paceline run` generates one for each run: "
+                "where ranks are started in another way, set the same on all of them, such as the output of "
+                "`openssl rand -hex 32`"
             )
         return EncryptionKey(secret)
 
@@ -67,7 +67,7 @@ class Link(plain.Link):
 
 
 class _Group:
-    """One lane's collectives, called as gloo's process group is. All ranks call them in one order."""
+    """One lane's collectives, with the interface of gloo's process group. All ranks call them in one order."""
 
     def __init__(self, mesh: Mesh, addresses: dict[int, str]):
         self.rank, self.size = mesh.rank, len(mesh.members)
@@ -80,31 +80,31 @@ class _Group:
         flat, number = _flat(tensor), next(self._numbers)
         step = self.size * max(1, SLICE_BYTES // flat.itemsize)
         blocks = [flat[start : start + step] for start in range(0, len(flat), step)]
-        whole = Work(3 * len(blocks) * len(self.others), _back(flat, tensor))
+        whole = Work(3 * len(blocks) * len(self.others), _copy_back(flat, tensor))
         for part, block in enumerate(blocks):
             self._add_up(block, number, 2 * part, options.reduceOp == dist.ReduceOp.MAX, whole)
         return whole
 
     def _add_up(self, block: Tensor, number: int, part: int, largest: bool, whole: Work) -> None:
-        """Every rank is sent its slice by all, and sends what has become of it to all."""
+        """Every rank receives its slice from all, reduces it, and sends the result to all."""
         cuts = bounds(len(block), self.size)
         slices = [block[start:stop] for start, stop in itertools.pairwise(cuts)]
-        mine = slices[self.rank]
-        landed = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
+        own = slices[self.rank]
+        received = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
 
-        def spread() -> None:
-            # 16 bits are added in 32, and rounded once
-            added = landed[0].float() if mine.dtype in HALVES else landed[0].clone()
-            for one in landed[1:]:
+        def send_result() -> None:
+            # 16-bit values are added in fp32, and rounded once
+            added = received[0].float() if own.dtype in HALVES else received[0].clone()
+            for one in received[1:]:
                 _combine(added, one.to(added.dtype), largest)
-            mine.copy_(added)
+            own.copy_(added)
             for peer in self.others:
-                self._mail.send(peer, (SUM, number, part + 1), _octets(mine), whole)
+                self._mail.send(peer, (SUM, number, part + 1), _octets(own), whole)
 
-        here = Work(len(self.others), spread, whole)
+        reduction = Work(len(self.others), send_result, whole)
         for peer in self.others:
-            self._mail.receive(peer, (SUM, number, part), _octets(landed[peer]), here)
-            # what comes back into a slice is made of what has left it
+            self._mail.receive(peer, (SUM, number, part), _octets(received[peer]), reduction)
+            # safe to overwrite: a peer sends the result only after it has received this rank's slice
             self._mail.receive(peer, (SUM, number, part + 1), _octets(slices[peer]), whole)
         for peer in self.others:
             self._mail.send(peer, (SUM, number, part), _octets(slices[peer]), whole)
@@ -112,37 +112,37 @@ class _Group:
     def allgather(self, results: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> Work:
         (parts,), (tensor,) = results, tensors
         key, flats = (GATHER, next(self._numbers), 0), [_flat(part) for part in parts]
-        mine = _flat(tensor)
-        flats[self.rank].copy_(mine)
+        own = _flat(tensor)
+        flats[self.rank].copy_(own)
 
-        def back() -> None:
+        def copy_back() -> None:
             for flat, part in zip(flats, parts, strict=True):
-                _back(flat, part)()
+                _copy_back(flat, part)()
 
-        whole = Work(2 * len(self.others), back)
+        whole = Work(2 * len(self.others), copy_back)
         for peer in self.others:
             self._mail.receive(peer, key, _octets(flats[peer]), whole)
-            self._mail.send(peer, key, _octets(mine), whole)
+            self._mail.send(peer, key, _octets(own), whole)
         return whole
 
     def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Work:
         (tensor,), root = tensors, options.rootRank
         key, flat = (SPREAD, next(self._numbers), 0), _flat(tensor)
         place = (self.rank - root) % self.size
-        below = [(child + root) % self.size for child in _children(place, self.size)]
-        whole = Work(len(below) + (place > 0), _back(flat, tensor))
+        children = [(child + root) % self.size for child in _children(place, self.size)]
+        whole = Work(len(children) + (place > 0), _copy_back(flat, tensor))
 
-        def pass_on() -> None:
-            for peer in below:
+        def forward() -> None:
+            for peer in children:
                 self._mail.send(peer, key, _octets(flat), whole)
             if place:
-                whole.did()
+                whole.part_done()
 
         if place:
-            above = ((place & (place - 1)) + root) % self.size
-            self._mail.receive(above, key, _octets(flat), Work(1, pass_on, whole))
+            parent = ((place & (place - 1)) + root) % self.size
+            self._mail.receive(parent, key, _octets(flat), Work(1, forward, whole))
         else:
-            pass_on()
+            forward()
         return whole
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
@@ -152,7 +152,7 @@ class _Group:
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
         flat = _flat(tensors[0])
-        whole = Work(1, _back(flat, tensors[0]))
+        whole = Work(1, _copy_back(flat, tensors[0]))
         self._mail.receive(peer, (MAIL, tag, 0), _octets(flat), whole)
         return whole
 
@@ -162,23 +162,23 @@ class _Group:
 
 
 def _children(place: int, size: int) -> list[int]:
-    """Of a binomial tree over 0 .. size - 1, that with most below it first: 0 has .. 4, 2, 1; 4 has 6, 5; 6 has 7."""
+    """The children in a binomial tree over 0 .. size - 1, largest subtree first: of 0 .. 4, 2, 1; of 4 6, 5; of 6 7."""
     lowest = place & -place or size
     strides = itertools.takewhile(lambda stride: stride < lowest, (1 << k for k in itertools.count()))
     return [place + stride for stride in reversed(list(strides)) if place + stride < size]
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Its values in this machine's memory, one after another: itself where it is so."""
+    """The values, contiguous in host memory: a view where the tensor is so already."""
     return tensor.detach().cpu().contiguous().view(-1)
 
 
-def _back(flat: Tensor, tensor: Tensor) -> Callable[[], None]:
-    def back() -> None:
+def _copy_back(flat: Tensor, tensor: Tensor) -> Callable[[], None]:
+    def copy() -> None:
         if flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat.view(tensor.shape))
 
-    return back
+    return copy
 
 
 def _octets(flat: Tensor) -> memoryview:
@@ -187,7 +187,7 @@ def _octets(flat: Tensor) -> memoryview:
 
 
 def _combine(into: Tensor, one: Tensor, largest: bool) -> None:
-    """With one thread: the others of this node compute."""
-    ours = into.numpy()
-    with np.errstate(all="ignore"):  # a sum that is not finite is seen by whoever asked for it
-        (np.maximum if largest else np.add)(ours, one.numpy(), out=ours)
+    """In numpy, so with one thread: the node's other cores compute."""
+    values = into.numpy()
+    with np.errstate(all="ignore"):  # the caller checks whether the sum is finite
+        (np.maximum if largest else np.add)(values, one.numpy(), out=values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.contract import GlobalBatch
-from paceline.engine.checks.norm_layers import asleep, own_statistics
+from paceline.engine.checks.norm_layers import in_eval_mode, own_statistics
 from paceline.report.log import log
 from paceline.report.step_observer import StepObserver, StepSummary
 from paceline.step.run_state import RunState
@@ -22,7 +22,7 @@ class Hints(StepObserver):
         run, model = self.run, self.run.job.model
         if model.training is not self._mode:
             self._mode = model.training
-            self._once("mode", "mode" not in self._logged and asleep(model, run.num_steps))
+            self._once("mode", "mode" not in self._logged and in_eval_mode(model, run.num_steps))
             local = run.engine.divided and run.job.batch_norm == "local" and "norms" not in self._logged
             self._once("norms", local and own_statistics(model))
         return batch

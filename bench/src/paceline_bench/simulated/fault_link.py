@@ -135,7 +135,7 @@ class Net(World):
         before = self.hub_of[ids[0]]
         all_ids = [*ids, *(int(joiner.name) for joiner in joiners)]
         hub = Hub(self, all_ids)
-        hub.generation, hub.came_late = before.generation + 1, tuple(joiners)
+        hub.generation, hub.joiners = before.generation + 1, tuple(joiners)
         for each in all_ids[len(ids) :]:
             self.hub_of[each] = hub
             if self.num_admitted in self.doomed:
@@ -180,7 +180,7 @@ class Hub(memory.Hub):
         others = [rank for rank in receivers if rank != sender]
         number, kind = self._count(sender, f"sends on {lane or 'control'!r}", others)
         if sender in receivers:
-            self.tell(sender, put)
+            self.update(sender, put)
         stalls_first = kind == STALL and net.dice.random() < 0.5
         if stalls_first:
             self._stall(who)
@@ -234,7 +234,7 @@ class Hub(memory.Hub):
             if newest > number and net.faults.get(number) == REORDER:
                 net.fired[REORDER] += 1
             self._newest[pair] = max(number, newest)
-            self.tell(receiver, put)
+            self.update(receiver, put)
 
         net.after(when - net.clock, arrive)
 
@@ -268,12 +268,12 @@ class Hub(memory.Hub):
         net = self.net
 
         def know(receiver: int) -> None:
-            self.gone[receiver].setdefault(rank, why)
+            self.failed[receiver].setdefault(rank, why)
 
         for receiver in range(self.size):
             leaves = net.clock if receiver == rank else net.leaves(self.ids[rank], self.ids[receiver])
             when = max([leaves + net.dice.uniform(*LATENCY_S), *self._last[rank, receiver].values()])
-            net.after(when - net.clock, partial(self.tell, receiver, know))
+            net.after(when - net.clock, partial(self.update, receiver, know))
 
     def leave(self, rank: int) -> None:
         self.net.ended.add(self.ids[rank])

@@ -92,7 +92,7 @@ class Coming(Members):
         if (heir := self.heir) is None:
             return super().reconfigure(admits)
         self.heir, self.link = None, Link(heir, heir.ids.index(self.who), heir.generation)
-        return transport.View(self.link, (), heir.came_late)
+        return transport.View(self.link, (), heir.joiners)
 
 
 class Hall(below_minimum.Waiter):

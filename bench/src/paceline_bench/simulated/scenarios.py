@@ -140,7 +140,7 @@ class Kit:
                 weight.copy_(start)
                 weight.grad = None
         self.optimizer.state.clear()
-        self.engine._turn = 0
+        self.engine._step_number = 0
 
 
 _kits: defaultdict[Way, list[Kit]] = defaultdict(list)

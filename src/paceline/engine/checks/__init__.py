@@ -1,1 +1,1 @@
-"""What a model, a loss or an optimizer is refused or reported for, at `join` or in the first steps."""
+"""Checks of models, losses and optimizers, at `join` or in the first steps: errors and warnings."""

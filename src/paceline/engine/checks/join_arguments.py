@@ -1,4 +1,4 @@
-"""Checks of the arguments of `join` before anything begins: all faults at once, each in one line."""
+"""Checks of the arguments of `join` before the rendezvous: all faults at once, each in one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_SHARES = 256
 
 
 def faults(model: Any, optimizer: Any, arguments: Mapping[str, Any], joined: Iterable[nn.Module] = ()) -> list[str]:
-    """Of all that can be checked without a sound job. ``arguments``: those of `join` by name. ``joined``: the models
+    """All faults that can be found before a job is made. ``arguments``: those of `join` by name. ``joined``: the models
     that this process trains already."""
     found = wrapped_models.faults(model, optimizer) if isinstance(model, nn.Module) else []
     taken = {id(each) for other in joined for each in other.parameters() if each.requires_grad}
@@ -30,7 +30,7 @@ def faults(model: Any, optimizer: Any, arguments: Mapping[str, Any], joined: Ite
             f"or the end of its with block), or give all losses to one: pace.backward(loss) may be called several times"
         )
 
-    def look(check: Callable[..., Any], *given: Any) -> None:
+    def note(check: Callable[..., Any], *given: Any) -> None:
         try:
             check(*given)
         except ValueError as error:
@@ -41,11 +41,11 @@ def faults(model: Any, optimizer: Any, arguments: Mapping[str, Any], joined: Ite
         if value is not None and not isinstance(value, str):
             found.append(f"{name} is a str, such as {EXAMPLES[name]!r}, got {value!r}")
         elif value is not None and name == "engine":
-            look(lambda row: parse("engine", parse_row(row)[0]), value)
+            note(lambda row: parse("engine", parse_row(row)[0]), value)
         elif value is not None:
-            look(parse, name, value)
-    look(load_balance.parse_shares, arguments["shares"])
-    look(deferred_update.given, arguments["overlap"])
+            note(parse, name, value)
+    note(load_balance.parse_shares, arguments["shares"])
+    note(deferred_update.given, arguments["overlap"])
     keep, reproducible, encrypt, folder = (arguments[name] for name in ("keep", "reproducible", "encrypt", "folder"))
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         found.append(f"keep is how many checkpoints stay, an int >= 1, got {keep!r}")
@@ -72,8 +72,8 @@ def clashes(
     num_shares: int = 0,
     batch_norm: str = "local",
 ) -> list[str]:
-    """What of it does not go together. ``chosen``: the engine's name, and ``num_shares`` its virtual shares;
-    ``agreeing``: what ``exchange`` names."""
+    """The combinations that are not supported. ``chosen``: the engine's name, and ``num_shares`` its virtual shares;
+    ``agreeing``: the exchange named ``exchange``."""
     found: list[str] = []
     name, count = head(chosen)
     if world.local_size > 1 and (not says("engine", name, "starts_processes") or count != str(world.local_size)):
@@ -91,22 +91,22 @@ def clashes(
         )
     if world.min_nodes and agreeing.overlap == "forward":
         found.append(
-            f"nodes may be lost here (PACELINE_NODES), and a step that is to be computed again must end as one: "
+            f"nodes may be lost here (PACELINE_NODES), and a step that may be retried must apply all updates at once: "
             f"use overlap='backward', got {agreeing.overlap!r}"
         )
     if world.min_nodes and batch_norm == "sync" and agreeing.consensus != "step":
         found.append(
-            f"nodes may be lost here (PACELINE_NODES), and with batch_norm='sync' each step is everyone's: use an "
-            f"exchange that agrees each step, such as {EXCHANGE}, or batch_norm='local'; got {exchange!r}"
+            f"nodes may be lost here (PACELINE_NODES), and with batch_norm='sync' all nodes take part in each step: "
+            f"use an exchange that votes on each step, such as {EXCHANGE}, or batch_norm='local'; got {exchange!r}"
         )
     if buffers == "broadcast" and agreeing.consensus != "step":
         found.append(
-            f"buffers='broadcast' is after each step, and with exchange {exchange!r} nodes meet less often; use "
-            f"{EXCHANGE}, or buffers='own'"
+            f"buffers='broadcast' runs after each step, and with exchange {exchange!r} nodes communicate less often; "
+            f"use {EXCHANGE}, or buffers='own'"
         )
     if precision == "fp16" and not says("codec", head(codec)[0], "scaled"):
         found.append(
-            f"fp16 scales gradients and skips steps, which what codec {codec!r} remembers does not survive; use bf16, "
+            f"fp16 scales gradients and skips steps, which the residual of codec {codec!r} does not support; use bf16, "
             f"or codec {CODEC!r}"
         )
     return found

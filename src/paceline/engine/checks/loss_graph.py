@@ -1,4 +1,4 @@
-"""What the first graph of a loss shows: a GradScaler's scale, backward passes that run inside of backward."""
+"""Checks of a loss's autograd graph: the scale of a GradScaler, backward passes inside of backward (reentrant)."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from torch import Tensor
 
 from paceline.errors import NoGradient
 
-DEEP = 6  # operations between a loss and the scale that it was multiplied by
+MAX_DEPTH = 6  # operations between a loss and its multiplication with the scale
 REENTRANT = "CheckpointFunctionBackward"  # torch.utils.checkpoint with use_reentrant=True
 
 
 def _nodes(loss: Tensor) -> Iterator[Any]:
-    seen, left = set[Any](), [loss.grad_fn]
-    while left:
-        node = left.pop()
+    seen, stack = set[Any](), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
         if node is not None and node not in seen:
             seen.add(node)
             yield node
-            left += [each for each, _ in node.next_functions]
+            stack += [each for each, _ in node.next_functions]
 
 
 def is_reentrant(loss: Tensor) -> bool:
-    """Whether its backward runs others inside, so that a parameter may get its gradient more than once."""
+    """Whether its backward runs other backward passes inside: a parameter may then get its gradient more than once."""
     return any(node.name() == REENTRANT for node in _nodes(loss))
 
 
 def refuse_scaled(loss: Any) -> None:
-    """Raises ValueError for a loss that a torch.amp.GradScaler has multiplied: nobody would divide by it again."""
+    """Raises ValueError for a loss that a torch.amp.GradScaler has multiplied: its gradient would not be unscaled."""
     node, factors = getattr(loss, "grad_fn", None), list[Tensor]()
-    for _ in range(DEEP):
+    for _ in range(MAX_DEPTH):
         if node is None:
             break
         factors += [each for each in (_saved(node, "_saved_other"), _saved(node, "_saved_self")) if each is not None]
         node = next((each for each, _ in node.next_functions if each is not None), None)
     for factor in factors:
-        # a number is a tensor of float64 here, a scale one of float32; gc.get_objects() would hold tuples that other
-        # threads are about to make, and looking for the holder of a factor takes 50 ms
+        # a Python number is saved as a float64 tensor, a scale as a float32 one. Only then is the holder searched,
+        # which takes 50 ms; gc.get_objects() instead would hold tuples that other threads are constructing
         maybe = not factor.dim() and not factor.requires_grad and factor.dtype is torch.float32
         if maybe and any(map(_is_scaler, gc.get_referrers(factor))):
             raise ValueError(
@@ -50,7 +50,7 @@ def refuse_scaled(loss: Any) -> None:
 
 
 def _is_scaler(holder: Any) -> bool:
-    """Or what holds its attributes."""
+    """Whether it is a GradScaler, or the dict of its attributes."""
     return type(holder).__name__ == "GradScaler" or (
         type(holder) is dict and {"_scale", "_growth_factor"} <= holder.keys()
     )

@@ -1,8 +1,8 @@
-"""Whether the loss of a batch is that of its parts together: found once, by calling it on a part and on the rest.
+"""Check that the loss of a batch is the mean over its parts: once, by calling it on some samples and on two parts.
 
-A step adds up what processes and micro-batches computed, each of its own samples. A loss that compares the samples of a
-batch with each other (in-batch negatives, a correlation over the batch), or that divides by something of its own,
-is another one in parts. The model is not called again: its output is cut.
+A step combines the losses of processes and micro-batches, each of its own samples. A loss that compares the samples of
+a batch with each other (in-batch negatives, a correlation over the batch), or that divides by a number of its own, has
+another value in parts. The model is not called again: its output is cut.
 
 *Cost*: four calls of the loss on at most ROWS samples, without gradients, in the first step alone.
 """
@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.engine.compute.batch import count, cut, judged, leaves
 
-ROWS, FIRST = 8, 3  # of the batch, of which in the first part: halves would hide what goes by their number
-NEAR, NEAR_LOW = 1e-3, 5e-2  # relative, of rounding: in float32 and better, in 16 bits
-SCORES = "logits_per_"  # as `transformers` calls each image's scores for all texts of a batch, and the like
+ROWS, FIRST = 8, 3  # samples, and those in the first part: two halves would hide a dependence on their number
+NEAR, NEAR_LOW = 1e-3, 5e-2  # relative, for rounding: in float32 and better, in 16 bits
+SCORES = "logits_per_"  # name prefix in `transformers` of each sample's scores for all others of a batch
 WRITES = {"STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR"}
 REMEDY = (
     "so several processes or micro-batches, each of which sees its own samples alone, train another loss than one: "
@@ -34,14 +34,14 @@ REMEDY = (
 
 
 def unlike(loss: Callable[..., Any] | None, output: Any, batch: Any, rows: int | None) -> str:
-    """One line where the loss is not the mean of its parts; empty where it is, or where that cannot be seen. ``rows``:
-    as in `judged`."""
+    """One line where the loss is not the mean of its parts; empty where it is, or where that is unknown. ``rows``: as
+    in `judged`."""
     if loss is None:
         return _scores(output)
     try:
         rows = count(batch) if rows is None else rows
         found = _values(loss, output, batch, rows)
-    except Exception:  # a loss may refuse to be called on a part; then nothing is known
+    except Exception:  # a loss may fail on a part of a batch: then nothing is known
         return ""
     if found is None:
         return ""
@@ -54,7 +54,7 @@ def unlike(loss: Callable[..., Any] | None, output: Any, batch: Any, rows: int |
 
 
 def _values(loss: Callable[..., Any], output: Any, batch: Any, rows: int) -> tuple[float, float] | None:
-    """(of some samples, of two parts of these together) where they differ."""
+    """(the loss of some samples, the mean over two parts of them) where they differ, else None."""
     own = _apart(loss)
     if own is None or rows < 2 or count(batch) != rows or not _divides(output, rows):
         return None
@@ -64,31 +64,31 @@ def _values(loss: Callable[..., Any], output: Any, batch: Any, rows: int) -> tup
     def of(*edges: int) -> float:
         total = weight = 0.0
         for start, stop in pairwise(edges):
-            value, times, much, _ = judged(own, _cut(output, start, stop, rows), cut(batch, start, stop, rows))
-            total, weight = total + float(value) * times, weight + much
+            value, times, part_weight, _ = judged(own, _cut(output, start, stop, rows), cut(batch, start, stop, rows))
+            total, weight = total + float(value) * times, weight + part_weight
         return total / weight
 
     with torch.no_grad(), _NoDraws():  # type: ignore[no-untyped-call]
         whole, again, apart = of(0, many), of(0, many), of(0, first, many)
     low = any(each.dtype in (torch.float16, torch.bfloat16) for each in leaves(_plain(output)))
     near = (NEAR_LOW if low else NEAR) * max(abs(whole), abs(apart))
-    if whole != again or not abs(whole - apart) > near:  # it remembers, or is not finite, or is alike
+    if whole != again or not abs(whole - apart) > near:  # the loss has state, is not finite, or is equal
         return None
     return whole, apart
 
 
 class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, a draw of this thread's is refused. Putting the generator back afterwards would take back what
-    other threads, such as a loader's, have drawn meanwhile."""
+    """While entered, random draws of this thread raise. Restoring the generator afterwards instead would repeat draws
+    of other threads, such as a data loader's."""
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise RuntimeError(f"{func} draws")
+            raise RuntimeError(f"{func} draws random numbers")
         return func(*args, **(kwargs or {}))
 
 
 def _apart(loss: Any) -> Callable[..., Any] | None:
-    """The loss, without anything that calls of it could change; None where that is not known."""
+    """A loss whose calls change no state, or a copy with its own state; None where that is not known."""
     if isinstance(loss, nn.Module):
         return copy.deepcopy(loss)  # its buffers
     if isinstance(loss, types.FunctionType):
@@ -99,7 +99,7 @@ def _apart(loss: Any) -> Callable[..., Any] | None:
 
 
 def _writes(code: types.CodeType) -> bool:
-    """Whether it changes what lies outside of it: counters, lists."""
+    """Whether it changes state outside of it, such as counters or lists."""
     outside = set(code.co_freevars)
     return any(
         each.opname in WRITES or (each.opname == "STORE_DEREF" and each.argval in outside)
@@ -112,7 +112,7 @@ def _plain(output: Any) -> Any:
 
 
 def _divides(output: Any, rows: int) -> bool:
-    """Whether it is made of tensors that all have a row for each sample."""
+    """Whether all of its tensors have one row per sample."""
     output = _plain(output)
     if isinstance(output, Tensor):
         return output.dim() > 0 and len(output) == rows
@@ -127,7 +127,7 @@ def _cut(output: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _scores(output: Any) -> str:
-    """The scores of each sample for all others, of a model that computes its own loss."""
+    """For a model that computes its own loss: one line where its output has scores of samples for each other."""
     named = [name for name in output if str(name).startswith(SCORES)] if isinstance(output, Mapping) else []
     if not named:
         return ""

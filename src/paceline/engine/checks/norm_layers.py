@@ -1,6 +1,6 @@
 """Layers that normalise over a batch, so that a sample's output depends on the other samples of the process.
 
-A model that is in eval mode when it trains: what is logged of it.
+Also the log line for a model that trains in eval mode.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ MEANS = "dropout is off and batch norm neither uses nor updates the statistics o
 
 
 def over_batches(model: nn.Module) -> dict[str, nn.Module]:
-    """By name: torch.nn's batch norm and what is derived from it, and any other layer that keeps a mean and a
-    variance, in buffers or in parameters that do not train."""
+    """By name: torch.nn's batch norm and its subclasses, and any other layer with a mean and a variance in buffers or
+    frozen parameters."""
     return {name: module for name, module in model.named_modules() if _normalises(module)}
 
 
 def _normalises(module: nn.Module) -> bool:
     if isinstance(module, _BatchNorm | _InstanceNorm):
         return isinstance(module, _BatchNorm)
-    kept = [name for name, each in module._parameters.items() if each is not None and not each.requires_grad]
-    kept += module._buffers
-    return all(any(word in name for name in kept) for word in ("mean", "var"))
+    names = [name for name, each in module._parameters.items() if each is not None and not each.requires_grad]
+    names += module._buffers
+    return all(any(word in name for name in names) for word in ("mean", "var"))
 
 
 def own_statistics(model: nn.Module) -> str:
-    """One line about layers that normalise each process's own samples, where several have some; or nothing."""
+    """One line about layers that normalise over each process's own samples; empty without such layers."""
     names = [name for name, module in over_batches(model).items() if module.training]
     if not names:
         return ""
@@ -42,9 +42,9 @@ def own_statistics(model: nn.Module) -> str:
     )
 
 
-def asleep(model: nn.Module, step: int) -> str:
-    """One line; empty where all is in training mode, or kept from it on purpose: inside of a model in training mode,
-    modules without trainable parameters and batch norm by itself."""
+def in_eval_mode(model: nn.Module, step: int) -> str:
+    """One line about modules in eval mode. Empty where there are none, or only those that are so on purpose: inside of
+    a model in training mode, modules without trainable parameters, and batch norm by itself."""
     if not model.training:
         return (
             f"the model is in eval mode at step {step} (as from_pretrained() and evaluation leave it): {MEANS}; call "
@@ -61,7 +61,7 @@ def asleep(model: nn.Module, step: int) -> str:
 
 
 def _inside(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost that are in eval mode, train, and would compute something else in training mode."""
+    """The outermost modules in eval mode that have trainable parameters and compute otherwise in training mode."""
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         if child.training:
@@ -71,5 +71,5 @@ def _inside(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _changes(module: nn.Module) -> bool:
-    """Whether its mode matters."""
+    """Whether training and eval mode differ for it."""
     return any(isinstance(each, _BatchNorm) or (isinstance(each, _DropoutNd) and each.p) for each in module.modules())

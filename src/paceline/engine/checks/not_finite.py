@@ -1,4 +1,4 @@
-"""Where in a forward pass, or in backward, numbers first cease to be finite."""
+"""Diagnosis of a non-finite step: the first layer or gradient that is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ Losses = Callable[[], Iterator[Tensor]]
 
 
 def where(model: nn.Module, parameters: Mapping[str, Tensor], batch: Any, losses: Losses, backward: bool) -> str:
-    """``losses``: computes those of ``batch``, part by part. Empty if all is finite, or no part is here."""
+    """``losses``: computes the losses of ``batch``, part by part. Empty if all values are finite, or no batch given."""
     found: list[str] = []
 
-    def look(name: str, module: nn.Module, output: Any) -> None:
+    def check(name: str, module: nn.Module, output: Any) -> None:
         if not found and not _finite(output):
             found.append(f"{name or 'the model'} ({type(module).__name__})")
 
     hooks = [
-        module.register_forward_hook(lambda module, _, output, name=name: look(name, module, output))
+        module.register_forward_hook(lambda module, _, output, name=name: check(name, module, output))
         for name, module in model.named_modules()
     ]
     try:
         if batch is None:
             return ""
         with torch.no_grad():
-            fine = all(bool(loss.isfinite()) for loss in losses())
-        if fine:
+            finite = all(bool(loss.isfinite()) for loss in losses())
+        if finite:
             return _bad_gradient(parameters, losses) if backward else ""
     finally:
         for hook in hooks:
@@ -48,13 +48,13 @@ def _finite(batch: Any) -> bool:
 
 
 def _bad_gradient(parameters: Mapping[str, Tensor], losses: Losses) -> str:
-    """The first parameter, from the loss on, whose gradient here is not finite."""
+    """The first parameter in backward order whose gradient is not finite in this process."""
     for parameter in parameters.values():
         parameter.grad = None
     for loss in losses():
         loss.backward()  # type: ignore[no-untyped-call]
     grads = [(name, parameter.grad) for name, parameter in parameters.items()]
-    bad = next((name for name, grad in grads if grad is not None and not grad.isfinite().all()), "")
+    first = next((name for name, grad in grads if grad is not None and not grad.isfinite().all()), "")
     for parameter in parameters.values():
         parameter.grad = None
-    return f"the gradient of {bad}" if bad else ""
+    return f"the gradient of {first}" if first else ""

@@ -1,7 +1,7 @@
-"""The options of an optimizer's groups (learning rate, momentum, decay), which must be equal on all processes.
+"""Check that the options of the optimizer's groups (learning rate, momentum, decay) are equal on all processes.
 
-A checksum of them goes with every vote. Where it differs, all processes send each other their numbers, once.
-*Cost*: two microseconds a step for an optimizer of one group.
+Every vote has a checksum of them. Where checksums differ, all processes gather their values, once.
+*Cost*: two microseconds per step for an optimizer of one group.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OWN = ("params", "param_names", "foreach", "fused", "initial_lr")  # of a node, or of a scheduler
-CLOSE = 1e-5  # relative: what an optimizer or a schedule computes differs so between unlike processors
+OWN = ("params", "param_names", "foreach", "fused", "initial_lr")  # may differ by node, or belong to a scheduler
+CLOSE = 1e-5  # relative: values that an optimizer or a schedule computes differ so much between CPU types
 NAMES = {"lr": "the learning rate"}
 MAX_NAMED = 3  # named in an error
 
@@ -22,7 +22,7 @@ Numbers = list[dict[str, Any]]  # of each group
 
 
 class Options:
-    """Of this process. What differs between processes by rounding alone is compared no more."""
+    """The options of this process. Options that differ between processes only by rounding are no longer compared."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self._optimizer = optimizer
@@ -35,33 +35,33 @@ class Options:
             return zlib.crc32(repr(self.numbers(known=True)).encode())
         names = self._names
         values = [group.get(name) for group in self._optimizer.param_groups for name in names]
-        if any(isinstance(value, Tensor) for value in values):  # whose repr leaves digits out
+        if any(isinstance(value, Tensor) for value in values):  # the repr of a tensor drops digits
             values = list(map(_plain, values))
         return zlib.crc32(repr(values).encode())
 
     def numbers(self, known: bool = False) -> Numbers:
         """``known``: without those that differ by rounding."""
-        left_out = self._computed if known else ()
+        excluded = self._computed if known else ()
         return [
-            {name: _plain(group[name]) for name in self._names if name in group and (i, name) not in left_out}
+            {name: _plain(group[name]) for name in self._names if name in group and (i, name) not in excluded}
             for i, group in enumerate(self._optimizer.param_groups)
         ]
 
     def compare(self, reported: Sequence[tuple[str, Numbers]]) -> str:
-        """How these differ; empty: by rounding alone. ``reported``: (which process, its numbers) of all."""
-        (first, mine), *others = reported
+        """The differences as text; empty where they are rounding. ``reported``: (process, its values) of all."""
+        (first, own), *others = reported
         faults = []
         for process, its in others:
-            if len(its) != len(mine):
-                faults.append(f"the optimizer has {len(mine)} groups on {first} and {len(its)} on {process}")
+            if len(its) != len(own):
+                faults.append(f"the optimizer has {len(own)} groups on {first} and {len(its)} on {process}")
                 continue
-            for i, (group, other) in enumerate(zip(mine, its, strict=True)):
+            for i, (group, other) in enumerate(zip(own, its, strict=True)):
                 for name in [name for name in self._names if group.get(name) != other.get(name)]:
                     if _close(group.get(name), other.get(name)):
                         self._computed.add((i, name))
                         continue
-                    what = f"{NAMES.get(name, name)} of group {i}"
-                    faults.append(f"{what} is {group.get(name)} on {first} and {other.get(name)} on {process}")
+                    option = f"{NAMES.get(name, name)} of group {i}"
+                    faults.append(f"{option} is {group.get(name)} on {first} and {other.get(name)} on {process}")
         more = f", and {len(faults) - MAX_NAMED} more like it" if len(faults) > MAX_NAMED else ""
         return ", ".join(faults[:MAX_NAMED]) + more
 
@@ -73,7 +73,7 @@ def _counts(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it, and the same on every process."""
+    """The value in JSON types, the same on every process."""
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if value is None or isinstance(value, bool):

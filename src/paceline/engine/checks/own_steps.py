@@ -1,4 +1,4 @@
-"""Optimizer steps of the script's own, which are an error beside a training step."""
+"""Check for optimizer steps of the script itself, which are an error beside a training step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class OwnSteps:
-    """Counts them until `refuse`; each one after that raises RuntimeError, and changes nothing."""
+    """Counts such steps until `refuse`; each later one raises RuntimeError, and changes nothing."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.count, self.updates, self._refuses = 0, False, False
@@ -20,8 +20,8 @@ class OwnSteps:
         if self._refuses:
             raise RuntimeError(
                 "optimizer.step() was called beside pace.step (or pace.update), which has made that step already: it "
-                "would change the weights twice, in each process for itself. Leave it out; after pace.close() the "
-                "optimizer is the script's own again"
+                "would change the weights twice, in each process by itself. Leave it out; after pace.close() the "
+                "script may call it again"
             )
         self.count += 1
 
@@ -33,7 +33,7 @@ class OwnSteps:
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
-    """As an update."""
+    """Runs the optimizer's step as an update, which is no step of the script."""
     seen = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if isinstance(hook, OwnSteps)]
     for hook in seen:
         hook.updates = True
@@ -45,6 +45,6 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether another hook looks at its steps, which needs to see the gradients."""
+    """Whether the user has step hooks, which may need the gradients."""
     others = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, OwnSteps)]
     return bool(others or optimizer._optimizer_step_post_hooks)

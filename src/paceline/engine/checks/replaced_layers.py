@@ -1,7 +1,7 @@
-"""The layers and parameters that joined are those that train: whatever was put in their place is an error, by name.
+"""Check in each step that layers and parameters are still those of the join: replaced ones are an error, by name.
 
-*Cost*: each step compares what every module's tables hold with what they held, in C: less than a tenth of what calling
-the modules takes.
+*Cost*: each step compares the current entries of every module's tables with the earlier ones, in C: less than a tenth
+of the time that calling the modules takes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_NAMED = 3  # named in an error
 
 
 class Layout:
-    """Of a model, as it is now."""
+    """The layers and parameters of a model at the time of construction."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -36,7 +36,7 @@ class Layout:
         return chain.from_iterable(map(dict.values, chain.from_iterable(map(TABLES, self._modules))))
 
     def check(self) -> None:
-        """Raises ValueError, naming what is not as it was."""
+        """Raises ValueError that names what has changed."""
         holds = list(self._holds())
         if len(holds) != len(self._held) or not all(map(is_, holds, self._held)):
             self._compare()
@@ -51,37 +51,36 @@ class Layout:
         return next(name for name, each in self._named.items() if each is self._tensors[i])
 
     def _compare(self) -> None:
-        """New names for what was there, and layers that hold nothing, change no result."""
-        now = dict(_named(self.model))
-        known, there = ({id(each): name for name, each in one.items()} for one in (self._named, now))
-        kept = self._named.keys() & now.keys()
+        """Accepts new names of known layers, and layers without values: these change no result."""
+        current = dict(_named(self.model))
+        old_ids, new_ids = ({id(each): name for name, each in one.items()} for one in (self._named, current))
+        common = self._named.keys() & current.keys()
         faults = [
-            f"{_what(self._named[name])} {name!r} is another one now"
-            for name in now
-            if name in kept and now[name] is not self._named[name]
+            f"{_kind(self._named[name])} {name!r} was replaced"
+            for name in current
+            if name in common and current[name] is not self._named[name]
         ]
-        faults += [
-            f"{_what(now[name])} {name!r} is new" for name in now if name not in kept and id(now[name]) not in known
-        ]
-        gone = [name for name in self._named if name not in kept and id(self._named[name]) not in there]
-        faults += [f"{_what(self._named[name])} {name!r} is gone" for name in gone]
+        new = [name for name in current if name not in common and id(current[name]) not in old_ids]
+        faults += [f"{_kind(current[name])} {name!r} is new" for name in new]
+        removed = [name for name in self._named if name not in common and id(self._named[name]) not in new_ids]
+        faults += [f"{_kind(self._named[name])} {name!r} was removed" for name in removed]
         if faults:
             self._refuse(iter(faults))
-        self._named = now
+        self._named = current
         self._note()
 
     def _refuse(self, faults: Iterator[str]) -> None:
         found = list(faults)
         more = f", and {len(found) - MAX_NAMED} more like it" if len(found) > MAX_NAMED else ""
         raise ValueError(
-            f"the model was changed after join(): {', '.join(found[:MAX_NAMED])}{more}; what "
-            "came later is neither all-reduced nor copied: change the model and make its optimizer before join(), or "
+            f"the model was changed after join(): {', '.join(found[:MAX_NAMED])}{more}; later "
+            "changes are neither all-reduced nor copied: change the model and make its optimizer before join(), or "
             "close() and join again"
         )
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Every layer that holds values of its own, and every parameter, by each of its names."""
+    """Every layer with parameters or buffers of its own, and every parameter, by each of its names."""
     for name, module in model.named_modules(remove_duplicate=False):
         if any(each is not None for each in chain(module._parameters.values(), module._buffers.values())):
             yield name, module
@@ -90,5 +89,5 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{key}".lstrip("."), parameter
 
 
-def _what(one: Any) -> str:
+def _kind(one: Any) -> str:
     return "parameter" if isinstance(one, Tensor) else f"layer ({type(one).__name__})"

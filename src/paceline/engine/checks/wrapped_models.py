@@ -1,4 +1,4 @@
-"""What communicates by itself: wrappers that are looked through, and models and optimizers that are refused by name.
+"""Wrapped models: wrappers that are bypassed, and models and optimizers that communicate by themselves and are refused.
 
 `DistributedDataParallel` and `DataParallel` hold the user's module unchanged, so that module is trained. Their own
 forward is bypassed meanwhile: it would broadcast buffers and start an all-reduce of its own in the next backward pass.
@@ -46,7 +46,7 @@ def inside(model: Any) -> Any:
 
 
 def kinds(one: object) -> Iterator[str]:
-    """The full names of its class and of those it comes from."""
+    """The full names of its class and its base classes."""
     return (f"{kind.__module__}.{kind.__qualname__}" for kind in type(one).__mro__)
 
 
@@ -59,7 +59,7 @@ def _communicates(one: object, table: dict[str, str]) -> str:
 
 
 def faults(model: nn.Module, optimizer: Any = None) -> list[str]:
-    """Why this model, with all wrappers around it, or this optimizer cannot be trained here, each in one line."""
+    """The reasons why this model, with all its wrappers, or this optimizer cannot be trained here, one line each."""
     found = []
     for name, module in model.named_modules():
         where = f"layer {name!r}" if name else "the model"
@@ -95,24 +95,24 @@ class Wrappers:
         self._own = [module.__dict__.get("forward") for module in self.found]
         self._hook = _watch(inside(model))
         for module in self.found:
-            # a copy of the wrapper has a bound method of its own, and so calls its own module
+            # a bound method, so that a copy of the wrapper calls its own module
             module.__dict__["forward"] = MethodType(_through, module)
             reset = getattr(getattr(module, "reducer", None), "_reset_state", None)
             if reset:
-                reset()  # a forward pass before join() has made it expect the next backward pass
+                reset()  # after a forward pass before join() the reducer expects a backward pass
 
     @property
-    def words(self) -> str:
+    def notice(self) -> str:
         """One line for the user; empty without wrappers."""
         if not self.found:
             return ""
         kind = type(self.found[0]).__name__
         hooks = any(getattr(module, "_comm_hooks", ()) for module in self.found)
-        without = "; its communication hook is not used, see join(codec=)" if hooks else ""
-        return f"the model is wrapped in {kind}: paceline trains the module inside, and does the all-reduce{without}"
+        unused = "; its communication hook is not used, see join(codec=)" if hooks else ""
+        return f"the model is wrapped in {kind}: paceline trains the module inside, and does the all-reduce{unused}"
 
     def refuse_own_loop(self) -> None:
-        """Raises ValueError where a loop of the user's own may call the wrapper."""
+        """Raises ValueError where the user's own loop may call the wrapper."""
         if self.found:
             raise ValueError(
                 f"in a loop of your own (pace.backward) the model must not be wrapped, and it is wrapped in "
@@ -136,11 +136,11 @@ def _through(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _watch(model: nn.Module) -> Any:
-    """A hook that refuses to be trained through a wrapper that join() was not given; None where there can be none."""
+    """A hook that raises where the model is trained through a wrapper that join() did not get; None without DDP."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
 
-    def look(_module: nn.Module, _inputs: Any) -> None:
+    def check(_module: nn.Module, _inputs: Any) -> None:
         active: Any = DistributedDataParallel._active_ddp_module
         if active is not None and torch.is_grad_enabled() and active.require_backward_grad_sync:
             raise ValueError(
@@ -148,4 +148,4 @@ def _watch(model: nn.Module) -> Any:
                 "model.module, or give join() the wrapped model and use pace.step"
             )
 
-    return model.register_forward_pre_hook(look)
+    return model.register_forward_pre_hook(check)

@@ -1,10 +1,10 @@
-"""The forms a batch may have: a tensor, a tuple (inputs ..., target), a dict, or a nesting of these.
+"""Batches: a tensor, a tuple (inputs ..., target), a dict, or a nesting of these; calls of model and loss on them.
 
-    tuple, list    model(*all but the last), and the loss sees the last
-    dict           model(**batch), and the loss sees the whole dict
-    tensor         model(batch), and the loss sees the batch itself
+    tuple, list    model(*all but the last), and the loss gets the last
+    dict           model(**batch), and the loss gets the whole dict
+    tensor         model(batch), and the loss gets the batch itself
 
-A loss with a parameter named ``batch`` sees the whole batch, whatever it is.
+A loss with a parameter named ``batch`` gets the whole batch, of whatever type.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def call(model: torch.nn.Module, batch: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def whole(function: Callable[..., Any]) -> bool:
-    """Whether a loss or metric asks for the whole batch."""
+    """Whether a loss or metric has a parameter ``batch``, for the whole batch."""
     try:
         called = function.forward if isinstance(function, torch.nn.Module) else function
         return "batch" in inspect.signature(called).parameters
@@ -45,7 +45,7 @@ def whole(function: Callable[..., Any]) -> bool:
 
 
 def target(function: Callable[..., Any], batch: Any) -> Any:
-    """What a loss or metric sees beside the output."""
+    """The argument of a loss or metric after the output."""
     return batch[-1] if isinstance(batch, tuple | list) and not whole(function) else batch
 
 
@@ -58,13 +58,13 @@ def leaves(batch: Any) -> list[Tensor]:
 
 
 def filled(batch: Any) -> Any:
-    """The batch, or None where it has tensors and none of them has a row: a mean over no rows is no number."""
+    """The batch, or None where all of its tensors have no rows: a mean over no rows is NaN."""
     lengths = [len(leaf) for leaf in leaves(batch) if leaf.dim()]
     return None if lengths and not any(lengths) else batch
 
 
 def count(batch: Any) -> int:
-    """Its rows. Raises ValueError for a batch without tensors that have rows."""
+    """Its number of rows. Raises ValueError for a batch without tensors that have rows."""
     for leaf in leaves(batch):
         if leaf.dim():
             return len(leaf)
@@ -75,7 +75,7 @@ def count(batch: Any) -> int:
 
 
 def cut(batch: Any, start: int, stop: int, rows: int, change: Callable[[Tensor], Tensor] = lambda part: part) -> Any:
-    """Some of its ``rows``: of tensors, and of lists of anything else, such as words, of the same length."""
+    """Rows ``start`` to ``stop`` of ``rows``: of tensors, and of lists of other values, such as strings."""
 
     def lists(part: Any) -> Any:
         listed = isinstance(part, list) or all(isinstance(each, str | bytes) for each in part)
@@ -85,7 +85,7 @@ def cut(batch: Any, start: int, stop: int, rows: int, change: Callable[[Tensor],
 
 
 def mapped(batch: Any, change: Callable[[Tensor], Tensor], lists: Callable[[Any], Any] | None = None) -> Any:
-    """The same nesting with every tensor changed, and by ``lists`` every list or tuple that holds none."""
+    """The same nesting, with ``change`` applied to tensors, and ``lists`` to lists and tuples without tensors."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
@@ -100,7 +100,7 @@ def mapped(batch: Any, change: Callable[[Tensor], Tensor], lists: Callable[[Any]
 
 
 def samples(batch: Any, dealt: int | None) -> int:
-    """How many it has, of which ``dealt`` were read, where that is known: a collate_fn may have left some out, and they
+    """Its number of samples. ``dealt``: how many were read, if known: a collate_fn may have left some out, and samples
     need not lie along the first dimension (time, the nodes of a graph)."""
     rows = count(batch)
     if dealt is None or dealt == rows:
@@ -117,7 +117,7 @@ def _has_list(batch: Any, length: int) -> bool:
 
 
 def divisible(batch: Any, dealt: int | None) -> int:
-    """Its rows. Raises ValueError where they are not its samples."""
+    """Its number of rows. Raises ValueError where rows are not samples."""
     rows, known = count(batch), samples(batch, dealt)
     if rows != known:
         raise ValueError(
@@ -129,7 +129,7 @@ def divisible(batch: Any, dealt: int | None) -> int:
 
 
 def split(batch: Any, parts: int, least: int = 1) -> list[Any]:
-    """The batch in at most so many contiguous parts of nearly equal rows, and of ``least`` where it has them."""
+    """The batch in at most ``parts`` contiguous parts of nearly equal rows, each of ``least`` or more if possible."""
     rows = count(batch)
     parts = max(1, min(parts, rows // least))
     if parts == 1:
@@ -146,11 +146,11 @@ def judged(
     means: Means | None = None,
     divided: bool = False,
 ) -> tuple[Tensor, float, float, dict[str, float]]:
-    """(loss, what it times to be the sum over what counts, how much counts, each named part of it as a sum).
+    """(loss, the factor that turns it into a sum, the weight of that sum, each named loss component as a sum).
 
-    ``loss`` returns a mean over rows, a (sum, weight), or a dict of means. None: the output's own ``loss``, of which
-    ``means`` has seen what it divides by. ``rows``: how many there are, where that is known of other than the tensors.
-    ``divided``: these are not all rows of the step, so what cannot be added up over its parts is a ValueError.
+    ``loss`` returns a mean over rows, a (sum, weight), or a dict of means. None: the output's own ``loss``, whose
+    divisor ``means`` has recorded. ``rows``: their number, where the tensors do not show it.
+    ``divided``: the batch is a part of the step's rows, so a loss that cannot be added up over parts is a ValueError.
     """
     if loss is None:
         result, means = _own_loss(output), means or Means()
@@ -162,12 +162,12 @@ def judged(
         return result[0], 1.0, float(result[1]), {}
     times = float(count(batch) if rows is None else rows)
     if _is_number(result):
-        call, much = means.of(result), means.divisor(result)
+        call, divisor = means.of(result), means.divisor(result)
         if divided:
             refuse(loss, call, means, batch, times)
-        if call is None or much is None:
+        if call is None or divisor is None:
             return result, times, times, {}
-        return (result, much, much, {}) if much else (call.nothing, 1.0, 0.0, {})
+        return (result, divisor, divisor, {}) if divisor else (call.nothing, 1.0, 0.0, {})
     if isinstance(result, Mapping) and result and all(map(_is_number, result.values())):
         if len(result) > Vote.MAX_TERMS:
             raise ValueError(
@@ -185,7 +185,7 @@ def judged(
 
 
 def counted(found: Any, batch: Any, rows: int | None = None) -> dict[str, tuple[float, float]]:
-    """What a metric returned as (sum, weight) by name: a sum over rows, a (sum, weight), or a dict of these."""
+    """A metric's result as (sum, weight) by name. It returns a sum over rows, a (sum, weight), or a dict of these."""
     try:
         whole = count(batch) if rows is None else rows
         return {

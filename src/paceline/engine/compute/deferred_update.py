@@ -1,18 +1,18 @@
 """Delayed (asynchronous) update during the next forward pass: each weight is waited for where it is first read.
 
-    step k      backward; buckets leave; the vote; `defer`: nothing has been updated yet
-    step k + 1  forward: a torch function that is given a parameter waits for its bucket. While it waits, other buckets
-                that have arrived are applied
-    after it    `wait_pending`: what forward has not read is applied before backward offers buckets of its own
+    step k      backward; buckets are sent; the vote; `defer`: no weight has been updated yet
+    step k + 1  forward: a torch function with a parameter among its arguments waits for the parameter's bucket.
+                Meanwhile other buckets that have arrived are applied
+    after it    `wait_pending`: buckets that forward has not read are applied before backward offers new ones
 
-Any use of the model outside of a step (a call, a ``state_dict``) settles first. Weights that a script reads by itself
-between steps may be those before the last update: call `wait_pending`.
+Any use of the model outside of a step (a call, a ``state_dict``) first waits for all updates. Weights that a script
+reads directly between steps may be those before the last update: call `wait_pending` before.
 
-*Laws*: bit by bit the update that waits for all buckets: the same sums, in the same order, with the options (learning
-rate, momentum) of the step that made the gradient. A bucket that is not finite is not applied; all others are.
+*Invariants*: bit-equal to the update that waits for all buckets: the same sums, in the same order, with the options
+(learning rate, momentum) of the step that made the gradient. A non-finite bucket is not applied; all others are.
 *Source*: forward waits per layer: Jayarajan et al. 2019 (arXiv 1905.03960); Peng et al. 2019 (SOSP).
 
-`choose`: whether a step's update may happen while the next forward pass runs, and each reason against it.
+`choose`: whether a step's update may overlap with the next forward pass, and each reason against it.
 """
 
 from __future__ import annotations
@@ -39,42 +39,42 @@ from paceline.registry import EXCHANGE, ONE_PROCESS
 
 
 class DeferredUpdate:
-    """``update``: applies gradients that are there; False if they are not finite."""
+    """``update``: applies gradients that have arrived; False if they are not finite."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, parameters: Mapping[str, Tensor], update: Callable[[Update], bool]
     ):
         self.model, self.optimizer, self.parameters, self._update = model, optimizer, parameters, update
         self.waited_s = 0.0
-        self._coming: dict[int, PendingGradient] = {}  # by bucket, in the order in which they arrive
+        self._pending: dict[int, PendingGradient] = {}  # by bucket, in the order in which they arrive
         self._bucket_of: dict[int, int] = {}
         self._used, self._rule = b"", UpdateRule()
-        self._then: list[dict[str, Any]] = []  # the optimizer's options when the gradient was made
-        self._bad: list[str] = []
+        self._options: list[dict[str, Any]] = []  # of the optimizer, in the step that made the gradient
+        self._not_finite: list[str] = []
         self._reading = self._stepped = False
         self._hooks: list[Any] = []
 
     def defer(self, update: Update) -> None:
-        """From now on the buckets are waited for where they are needed."""
+        """From now on forward waits for each bucket where it reads it."""
         if not self._hooks:
             self._watch()
-        self._coming = {coming.bucket.index: coming for coming in update.pending}
+        self._pending = {pending.bucket.index: pending for pending in update.pending}
         self._bucket_of = {
-            id(self.parameters[name]): coming.bucket.index for coming in update.pending for name in coming.bucket.names
+            id(self.parameters[name]): each.bucket.index for each in update.pending for name in each.bucket.names
         }
         self._used, self._rule = update.used, update.rule
         groups = self.optimizer.param_groups
         for group in groups:
             for parameter in group["params"]:
-                parameter.grad = None  # what is in it is on its way
-        self._then = [{key: copy.deepcopy(group[key]) for key in group if key != "params"} for group in groups]
+                parameter.grad = None  # its content has been sent
+        self._options = [{key: copy.deepcopy(group[key]) for key in group if key != "params"} for group in groups]
         if not self._stepped:
-            own_steps.step(self.optimizer)  # changes nothing; a schedule that moves now wants to have seen it
+            own_steps.step(self.optimizer)  # without gradients: a scheduler warns where no optimizer step precedes it
             self._stepped = True
 
     def _watch(self) -> None:
-        """Once buckets may be pending, any use of the model outside of a step waits for them. Functions, not methods:
-        copies of the model carry hooks along, and methods would have this copied too."""
+        """Registers hooks by which any use of the model outside of a step waits for pending buckets. Lambdas, not
+        bound methods: a deep copy of the model copies its hooks, and with a bound method this object, too."""
         self._hooks = [
             module.register_forward_pre_hook(lambda module, _: self._called(module)) for module in self.model.modules()
         ]
@@ -85,16 +85,16 @@ class DeferredUpdate:
         self._hooks.append(self.optimizer.register_load_state_dict_pre_hook(lambda *_: self.wait_pending()))
 
     def _called(self, module: nn.Module) -> None:
-        """In a step a module's own weights are waited for: what reads them may be no torch function."""
-        if self._coming and self._reading:
-            self.look(module._parameters.values())
-        elif self._coming:
+        """In a step, waits for the module's own weights: its forward may read them without a torch function."""
+        if self._pending and self._reading:
+            self.wait_for(module._parameters.values())
+        elif self._pending:
             self.wait_pending()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around a step's forward pass and loss; at its end all is settled."""
-        if not self._coming:
+        """Around a step's forward pass and loss; at its end all updates have been applied."""
+        if not self._pending:
             yield
         else:
             self._reading = True
@@ -105,69 +105,69 @@ class DeferredUpdate:
                 self._reading = False
         self.wait_pending()
 
-    def look(self, given: Any) -> None:
+    def wait_for(self, given: Any) -> None:
         """Waits for the buckets of all parameters in these arguments of a function."""
         for each in given:
             if isinstance(each, Tensor):
-                if (index := self._bucket_of.get(id(each))) in self._coming:
+                if (index := self._bucket_of.get(id(each))) in self._pending:
                     self._need(index)
             elif isinstance(each, list | tuple):
-                self.look(each)
+                self.wait_for(each)
             elif isinstance(each, dict):
-                self.look(each.values())
+                self.wait_for(each.values())
 
     def wait_pending(self) -> None:
-        """Raises NotFinite only here: in the middle of forward, each process would raise it at a place of its own."""
-        while self._coming:
-            self._need(next(iter(self._coming)))
-        if self._bad:
+        """Raises NotFinite, and only here: within forward, each process would raise it at a different place."""
+        while self._pending:
+            self._need(next(iter(self._pending)))
+        if self._not_finite:
             self._refuse()
 
     def _need(self, index: int) -> None:
-        while index in self._coming:
-            if self._coming[index].ready():
+        while index in self._pending:
+            if self._pending[index].ready():
                 self._apply(index)
                 continue
-            other = next((i for i, coming in self._coming.items() if coming.ready()), None)
-            self._apply(next(iter(self._coming)) if other is None else other)
+            other = next((i for i, pending in self._pending.items() if pending.ready()), None)
+            self._apply(next(iter(self._pending)) if other is None else other)
 
     def _apply(self, index: int) -> None:
-        coming = self._coming.pop(index)
+        pending = self._pending.pop(index)
         start = time.perf_counter()
         try:
-            gradient = coming.wait()
+            gradient = pending.wait()
         except LinkError:
-            self._coming = {}  # what was to come will not
+            self._pending = {}  # the others will not arrive
             raise
         except BaseException:
-            self._coming = {index: coming, **self._coming}  # interrupted: it is still to be waited for
+            self._pending = {index: pending, **self._pending}  # interrupted: it may still arrive
             raise
         self.waited_s += time.perf_counter() - start
-        names = coming.bucket.names
+        names = pending.bucket.names
         device = self.parameters[names[0]].device.type
-        unseen = torch._C.DisableTorchFunction()  # the optimizer reads other weights, which may be still to come
-        with unseen, torch.no_grad(), torch.autocast(device, enabled=False), self._as_then():
+        unseen = torch._C.DisableTorchFunction()  # the optimizer may read weights whose update is still pending
+        with unseen, torch.no_grad(), torch.autocast(device, enabled=False), self._with_options():
             if not self._update(Update([gradient], self._used, self._rule)):
-                self._bad.append(f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
+                self._not_finite.append(f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
         for name in names:
-            self.parameters[name].grad = None  # the next bucket's update must not see it again
+            self.parameters[name].grad = None  # the next bucket's update must not apply it again
 
     @contextmanager
-    def _as_then(self) -> Iterator[None]:
-        """The optimizer's options are those of the step that made the gradient: a schedule has moved since."""
+    def _with_options(self) -> Iterator[None]:
+        """Within, the optimizer has the options of the gradient's step, which a scheduler may have changed since."""
         groups = self.optimizer.param_groups
-        now = [{key: group[key] for key in then} for group, then in zip(groups, self._then, strict=True)]
+        current = [{key: group[key] for key in saved} for group, saved in zip(groups, self._options, strict=True)]
         try:
-            for group, then in zip(groups, self._then, strict=True):
-                group.update(then)
+            for group, saved in zip(groups, self._options, strict=True):
+                group.update(saved)
             yield
         finally:
-            for group, options in zip(groups, now, strict=True):
+            for group, options in zip(groups, current, strict=True):
                 group.update(options)
 
     def _refuse(self) -> None:
-        names, self._bad = ", ".join(self._bad), []
-        rates = sorted({float(then["lr"]) for then in self._then if "lr" in then})
+        names, self._not_finite = ", ".join(self._not_finite), []
+        rates = sorted({float(options["lr"]) for options in self._options if "lr" in options})
         raise NotFinite(
             f"the gradient of step {self._rule.step} is not finite ({names}), learning rate "
             f"{', '.join(f'{rate:g}' for rate in rates)}. With overlap='forward' this is found while the next step "
@@ -183,17 +183,17 @@ class DeferredUpdate:
 
 
 class _Reading(TorchFunctionMode):
-    """Sees every torch function with its arguments before it is called."""
+    """Waits, before each torch function, for the parameters among its arguments."""
 
-    def __init__(self, ahead: DeferredUpdate):
+    def __init__(self, deferred: DeferredUpdate):
         super().__init__()
-        self.ahead = ahead
+        self.deferred = deferred
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.ahead._coming:
-            self.ahead.look(args)
-            self.ahead.look(kwargs.values())
+        if self.deferred._pending:
+            self.deferred.wait_for(args)
+            self.deferred.wait_for(kwargs.values())
         return func(*args, **kwargs)
 
 
@@ -216,17 +216,17 @@ def choose(requested: str | None, job: Job, row: str, engine: Engine, exchange: 
     numerics = getattr(engine, "numerics", None)
     against = []
     if not engine.defers_updates:
-        against.append(f"engine {row!r} updates all at once: use {ONE_PROCESS}")
+        against.append(f"engine {row!r} updates all weights at once: use {ONE_PROCESS}")
     if getattr(numerics, "compile", False):
-        against.append(f"row {row!r} compiles the model, which hides where it reads a weight: use one without compile")
+        against.append(f"engine {row!r} compiles the model, hiding where it reads a weight: use one without compile")
     if any(_is_closed(module) for module in job.model.modules()):
         against.append("a scripted or compiled module hides where it reads a weight: use the module itself")
     if job.clip is not None:
         against.append(f"clip={job.clip:g} needs the norm of the whole gradient before any weight changes")
     if getattr(numerics, "precision", "fp32") == "fp16":
-        against.append("fp16 scales the loss and may skip a step only when all of its gradient is there: use bf16")
+        against.append("fp16 scales the loss and may skip a step only when the whole gradient has arrived: use bf16")
     if chosen not in exchange.overlaps:
-        against.append(f"the exchange has nothing that arrives later: use {EXCHANGE!r}")
+        against.append(f"the exchange has no gradients that arrive later: use {EXCHANGE!r}")
     if not splits(job.optimizer):
         against.append(
             f"optimizer {type(job.optimizer).__name__} cannot update one weight after the other (hooks around its "

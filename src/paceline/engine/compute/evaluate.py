@@ -26,22 +26,21 @@ def evaluate(
     rows: int,
     change: Callable[[Any], Any] = lambda rows: rows,
 ) -> Any:
-    """Means by name; a number alone where the metric has no names. ``rows`` go through the model at a time, changed as
-    ``change`` does. None, in every process, where nodes failed or joined meanwhile, so that samples were left out or
-    counted twice."""
+    """Means by name, or one number where the metric has no names. The model gets batches of ``rows``, after ``change``.
+    None, in every process, where nodes failed or joined meanwhile: samples were then left out or counted twice."""
     team = [control.generation, assignment.num_nodes]
     source = batches.as_source(dataset)
     chosen = batches.samples(dataset, source)
-    rows_here = assignment.rows(len(chosen))
-    mine: list[int] = chosen[rows_here.start : rows_here.stop].tolist()
-    training = [module for module in model.modules() if module.training]  # some may be kept from it (frozen BN)
+    own_rows = assignment.rows(len(chosen))
+    own: list[int] = chosen[own_rows.start : own_rows.stop].tolist()
+    training = [module for module in model.modules() if module.training]  # some may stay in eval mode (frozen BN)
     sums: dict[str, tuple[float, float]] = {}
     moving = getattr(engine, "moving", None)
     model.eval()
     try:
         with torch.no_grad(), moving.unchanged() if moving else nullcontext():
-            for start in range(0, len(mine), rows):
-                some = mine[start : start + rows]
+            for start in range(0, len(own), rows):
+                some = own[start : start + rows]
                 batch, output = engine.forward(change(source.fetch(some, 0)))
                 _add(sums, counted(metric(output, target(metric, batch)), batch, samples(batch, len(some))))
     finally:

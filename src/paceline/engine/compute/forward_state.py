@@ -1,7 +1,7 @@
-"""State that forward changes: buffers, and parameters that do not train, such as a momentum encoder.
+"""State that forward changes: buffers, and frozen parameters (requires_grad=False), such as a momentum encoder's.
 
-The first steps show it, by what the tensors hold and by torch's count of changes: an average of two encoders that are
-still equal moves nothing in the first.
+The first steps show it, by the tensors' values and torch's version counters. Values alone do not suffice: in the first
+step a momentum encoder still equals its model, so its average changes nothing.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from paceline.engine.checks.norm_layers import over_batches
 from paceline.exchange.flow.broadcast import mark
 
 STEPS = 2
-MAX_BYTES = 1 << 30  # of parameters that do not train, which may be copied to see whether they change
+MAX_BYTES = 1 << 30  # of frozen parameters: up to here they are copied to see whether they change
 
-Kept = Sequence[tuple[nn.Parameter, Tensor, Tensor]]
+Saved = Sequence[tuple[nn.Parameter, Tensor, Tensor]]
 
 
 class Moving:
-    """*Cost*: in the first steps a copy of these tensors; afterwards nothing but for those that were ``found``."""
+    """*Cost*: in the first steps a copy of these tensors; afterwards only of those that were ``found``."""
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
         self.found: set[str] = set()
-        self.differ: set[str] = set()  # which came out otherwise in another replica
-        self.always = False  # looks for others in every step
+        self.differ: set[str] = set()  # tensors that have other values in another replica
+        self.always = False  # looks for more in every step
         layers = over_batches(model).items()
         self.norms = {
             f"{where}.{name}".lstrip(".") for where, layer in layers for name in (*layer._buffers, *layer._parameters)
@@ -41,25 +41,25 @@ class Moving:
 
     @property
     def looks(self) -> bool:
-        """Whether it is not known yet what changes."""
+        """Whether it still has to find out which tensors change."""
         return len(self._steps) < STEPS
 
     @property
     def others(self) -> set[str]:
-        """Found, and not what a layer keeps of its batches to normalise by."""
+        """The found tensors except the statistics of normalisation layers."""
         return self.found - self.norms
 
     def tensors(self) -> dict[str, Tensor]:
-        """As they are now: forward may put another tensor in the place of a buffer."""
+        """The current tensors: forward may replace a buffer."""
         return {**dict(self.model.named_buffers()), **self.frozen}
 
-    def begin(self, step: int, here: bool = True) -> None:
-        """Before the passes of a step. ``here``: there are samples to compute."""
+    def begin(self, step: int, present: bool = True) -> None:
+        """Before the passes of a step. ``present``: this process has samples."""
         first = self.looks or step in self._steps
         self._was = {}
         if first:
             self._steps.add(step)
-        if not here or not (first or self.always):
+        if not present or not (first or self.always):
             return
         for name, each in self.tensors().items():
             copied = first and each.layout == torch.strided and (self.copies or name not in self.frozen)
@@ -76,25 +76,25 @@ class Moving:
         self._was = {}
 
     def compare(self, others: Iterable[Mapping[str, Tensor]]) -> None:
-        """With what other passes over the same step have made of these tensors."""
-        mine = self.tensors()
+        """With the values that other passes of the same step have given these tensors."""
+        own = self.tensors()
         for its in others:
-            both = (self.found & mine.keys()) & its.keys()
-            self.differ |= {name for name in both if not _same(mine[name], its[name].to(mine[name].device))}
+            both = (self.found & own.keys()) & its.keys()
+            self.differ |= {name for name in both if not _same(own[name], its[name].to(own[name].device))}
 
     def of_frozen(self) -> list[nn.Parameter]:
-        """Those that change, and as long as that is not known all that may be copied."""
+        """The frozen parameters that change; until that is known, all of them, unless they are too large to copy."""
         if self.looks and self.copies:
             return list(self.frozen.values())
         return [each for name, each in self.frozen.items() if name in self.found] if self.frozen else []
 
-    def keep(self) -> Kept:
+    def keep(self) -> Saved:
         return [(each, each.data, each.detach().clone()) for each in self.of_frozen()]
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Within, as in evaluation, forward may change these tensors; afterwards they are as before."""
-        followed = self.keep()
+        """Restores these tensors afterwards, whatever forward (in an evaluation) has made of them."""
+        saved = self.keep()
         buffers = [
             (module._buffers, name, each, mark(each), each.clone())
             for module in self.model.modules()
@@ -104,23 +104,23 @@ class Moving:
         try:
             yield
         finally:
-            self.put(followed)
+            self.put(saved)
             for table, name, each, marks, was in buffers:
-                now = table.get(name)
-                # what forward makes anew in another size belongs to what it keeps elsewhere: a cache
-                if now is not None and now.shape == was.shape and (now is not each or mark(each) != marks):
+                current = table.get(name)
+                # a buffer that forward has replaced by one of another size is a cache: it stays
+                if current is not None and current.shape == was.shape and (current is not each or mark(each) != marks):
                     table[name] = each.copy_(was)
 
     @staticmethod
-    def put(kept: Kept) -> None:
-        for each, data, was in kept:
+    def put(saved: Saved) -> None:
+        for each, data, was in saved:
             if each.data_ptr() != data.data_ptr():
                 each.data = data
             data.copy_(was)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """In every bit."""
+    """Bit-equal; True for sparse tensors, which are not compared."""
     if one.layout != torch.strided:
         return True
     alike: Any = one.shape == other.shape and one.dtype == other.dtype

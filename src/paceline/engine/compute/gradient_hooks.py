@@ -1,11 +1,11 @@
-"""One backward pass, bucket by bucket: which parameters leave together, when each is ready, and as what.
+"""Gradient hooks: a backward pass bucket by bucket; which parameters share a bucket, when it is ready, in which form.
 
 A fully-connected layer's weight gradient is ``left.T @ right``: left is the gradient of the layer's
-output, right its input, one row per sample. In the FACTORS form the weight takes no part in its
-module's graph, so that product is never made here, and both factors are caught instead. A gradient
-that reaches such a weight all the same comes from another use (tied, functional, in the loss): then
-the factors are not the whole gradient, the vote says so, and the step is redone with the weight DENSE.
-A gradient of such a weight that forward or loss asks for is the product.
+output, right its input, one row per sample. In the FACTORS form the weight is kept out of its module's
+graph, so autograd never computes that product, and hooks record both factors instead. If such a weight
+gets a gradient all the same, it comes from another use (tied, functional, in the loss). Then the factors
+are not the whole gradient: the vote reports this, and the step is retried with the weight DENSE.
+Where forward or loss itself computes a gradient of such a weight, it gets the product.
 
 *Source*: factors as messages: Xie et al. 2016 (UAI); Zhang et al. 2017 (arXiv 1706.03292), section 3.
 """
@@ -25,23 +25,23 @@ from paceline.engine.checks import loss_graph
 from paceline.engine.compute.matmul import has_own_forward
 from paceline.messages import FACTORS, Bucket, Gradient
 
-ALONE_BYTES = 1 << 20  # a parameter this large leaves by itself
-LINEAR_BYTES = 1 << 16  # so does a fully-connected weight this large, since it may leave as factors
+ALONE_BYTES = 1 << 20  # a parameter this large has its own bucket
+LINEAR_BYTES = 1 << 16  # so has a fully-connected weight this large, since it may be sent as factors
 BUCKET_BYTES = 4 << 20
 
 
 def _only_looks(hook: Any) -> bool:
-    """Torch's own trackers of modules change nothing."""
+    """Whether the hook is torch's own, such as a module tracker: these change no output."""
     return (getattr(hook, "__module__", None) or "").startswith("torch.")
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Also a forward of one object alone may compute something else."""
+    """Whether it computes as nn.Linear does: neither its class nor the object itself has another forward."""
     return type(module).forward is nn.Linear.forward and not has_own_forward(module)
 
 
 def cut(model: nn.Module, find_linear: bool = True) -> tuple[tuple[Bucket, ...], dict[str, list[nn.Linear]]]:
-    """Buckets in backward order, and for each weight that may travel as factors its modules."""
+    """Buckets in backward order, and the modules of each weight that may be sent as factors."""
     linears: dict[int, list[nn.Linear]] = {}
     uses: dict[int, int] = {}
     for module in model.modules():
@@ -84,7 +84,7 @@ class _Call:
 
 
 class _Nothing(torch.autograd.Function):
-    """Minus zero, by a weight: added to the output of a layer that was computed without it, it ties both together."""
+    """Minus zero, as a function of a weight that was out of the graph: connects the layer's output to it again."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, nothing: Tensor, shape: torch.Size, right: Tensor, state: Pass) -> Tensor:
@@ -93,8 +93,8 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *lefts: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        """None in the step's own pass, whose factors are caught."""
-        if ctx.state.ours:
+        """None in the step's own pass, in which hooks record the factors."""
+        if ctx.state.own_pass:
             return None, None, None, None, None
         left, right = (each.reshape(-1, each.shape[-1]).to(ctx.like) for each in (*lefts, ctx.right))
         return left.T @ right, None, None, None, None
@@ -112,11 +112,11 @@ class Pass:
     offered: set[int] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
     impure_factors: set[int] = field(default_factory=set)
-    hidden: set[int] = field(default_factory=set)  # weights that take no part in the graph being made
-    later: set[int] = field(default_factory=set)  # that leave once all passes are over
-    last: bool = False  # the last micro-batch: what is complete now leaves
-    places: set[int] = field(default_factory=set)  # of the parameters' memory, once a factor has asked
-    ours: bool = False  # the pass is the step's own, and not one inside its forward or loss
+    hidden: set[int] = field(default_factory=set)  # weights that are kept out of the graph at the moment
+    later: set[int] = field(default_factory=set)  # buckets that are offered after all passes
+    last: bool = False  # the last micro-batch: complete buckets are offered now
+    places: set[int] = field(default_factory=set)  # addresses of the parameters' memory, once needed
+    own_pass: bool = False  # backward is the step's own, and not one inside its forward or loss
 
 
 def _uses(tensor: Tensor) -> int:
@@ -125,7 +125,7 @@ def _uses(tensor: Tensor) -> int:
 
 @cache
 def _own_uses() -> tuple[int, int]:
-    """Of a gradient's memory that no other tensor uses: after the passes, and as a hook finds it."""
+    """The use counts of a gradient's memory that no other tensor uses: after the passes, and within a hook."""
     leaf, seen = torch.zeros(1, requires_grad=True), list[int]()
     leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append(_uses(leaf.grad)))  # type: ignore[no-untyped-call]
     with torch.enable_grad():
@@ -135,7 +135,7 @@ def _own_uses() -> tuple[int, int]:
 
 
 def _shared(grad: Tensor, early: bool) -> bool:
-    """Whether other tensors lie in its memory: of ``x + bias`` with one row, both gradients are the same one."""
+    """Whether other tensors share its memory: of ``x + bias`` with one row, both gradients are one tensor."""
     return _uses(grad) > _own_uses()[early]
 
 
@@ -143,18 +143,18 @@ class Backward:
     """Hooks on a model that turn each of its backward passes into gradients by bucket."""
 
     def __init__(self, model: nn.Module, hook_layers: bool = True):
-        """``hook_layers``: watch fully-connected layers for their factors; what is compiled should not be."""
-        _own_uses()  # cached here: within a backward pass it cannot be found out
+        """``hook_layers``: record the factors of fully-connected layers; not for a compiled model."""
+        _own_uses()  # cached here: within a backward pass it cannot be measured
         self.buckets, factored = cut(model, hook_layers)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names = tuple(name for bucket in self.buckets for name in bucket.names)
         self._pass: Pass | None = None
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._looked = self._late = False  # buckets leave once all is over, where a backward runs others inside
-        self.rounded = False  # all is computed in 16 bits, but where a model says otherwise
+        self._checked = self._late = False  # late: buckets are offered after all passes, where backward is reentrant
+        self.rounded = False  # autocast to 16 bits, except where a model disables it
         self._hooks: list[Any] = []
         self._watches: dict[str, Any] = {}
-        self._firsts: dict[nn.Module, int] = {}  # our forward hook's number, by layer
+        self._hook_ids: dict[nn.Module, int] = {}  # of this object's forward hook, by layer
         self.watch()
         for bucket in self.buckets:
             for module in factored.get(bucket.names[0], ()):
@@ -168,18 +168,18 @@ class Backward:
                         ),
                         with_kwargs=True,
                         always_call=True,
-                        prepend=True,  # a user's hook may change the output: that is not the layer's
+                        prepend=True,  # before a user's hook, which may change the output
                     )
                 )
-                self._firsts[module] = self._hooks[-1].id
+                self._hook_ids[module] = self._hooks[-1].id
 
     def watch(self, early: bool = True) -> None:
-        """Whether buckets leave as soon as they are whole; where none has far to go, looking at the end is cheaper."""
+        """``early``: offers buckets as soon as they are complete. On one node alone, at the end is cheaper."""
         for hook in self._watches.values():
             hook.remove()
         self._watches = {
             name: self.parameters[name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _, bucket=bucket, name=name: self._arrived(bucket, name)
+                lambda _, bucket=bucket, name=name: self._ready(bucket, name)
             )
             for bucket in self.buckets
             for name in bucket.names
@@ -201,36 +201,36 @@ class Backward:
             for i, compute in enumerate(computes):
                 state.last = i == len(computes) - 1
                 if (scalar := compute()) is not None and scalar.requires_grad:
-                    self._look(scalar)
-                    state.ours = True
+                    self._check(scalar)
+                    state.own_pass = True
                     scalar.backward()  # type: ignore[no-untyped-call]
-                    state.ours = False
+                    state.own_pass = False
                     if not state.last:
-                        self._part()
+                        self._unshare()
         finally:
             self._pass = None
-            for index in state.hidden:  # of a layer that a Ctrl-C has interrupted, whose hooks torch then leaves out
+            for index in state.hidden:  # of layers that a Ctrl-C has interrupted: torch does not run their hooks
                 self.parameters[self.buckets[index].names[0]].requires_grad_(True)
-        return self._rest(state)
+        return self._offer_rest(state)
 
-    def _look(self, scalar: Tensor) -> None:
-        """At the first graph."""
-        if not self._looked:
+    def _check(self, scalar: Tensor) -> None:
+        """Checks the graph of the first step."""
+        if not self._checked:
             loss_graph.refuse_scaled(scalar)
-            self._looked, self._late = True, loss_graph.is_reentrant(scalar)
+            self._checked, self._late = True, loss_graph.is_reentrant(scalar)
 
-    def _part(self) -> None:
-        """To gradients that lie in one memory, the next micro-batch would add each of its own twice."""
+    def _unshare(self) -> None:
+        """Clones gradients that share memory: the next micro-batch would add to such memory twice."""
         for parameter in self.parameters.values():
             if parameter.grad is not None and parameter.grad.layout == torch.strided and _shared(parameter.grad, False):
                 parameter.grad = parameter.grad.clone()
 
     def take(self, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Pass:
-        """Offers what is in every ``.grad``. It is dense: where factors were expected, it strays."""
+        """Offers every ``.grad``, dense: buckets for which factors were expected are reported as impure."""
         state = Pass(forms, offer, impure_factors={i for i, form in enumerate(forms) if form == FACTORS})
-        return self._rest(state)
+        return self._offer_rest(state)
 
-    def _rest(self, state: Pass) -> Pass:
+    def _offer_rest(self, state: Pass) -> Pass:
         for bucket in self.buckets:
             if state.forms[bucket.index] == FACTORS and self.parameters[bucket.names[0]].grad is not None:
                 state.impure_factors.add(bucket.index)
@@ -243,14 +243,14 @@ class Backward:
         if state is None:
             return
         hooked = weight._backward_hooks or len(weight._post_accumulate_grad_hooks or ()) > bool(self._watches)
-        # a user's hook waits for the weight's gradient, another forward makes it differently, functional_call puts
-        # another weight here, a transform other tensors: a stray, so it goes dense
+        # dense where factors are not safe: a user's hook needs the weight's gradient, another forward computes it
+        # differently, functional_call replaces the weight, or a functorch transform the tensors
         own = hooked or has_own_forward(module) or weight is not self.parameters[bucket.names[0]]
         own = own or torch._C._are_functorch_transforms_active()
-        # a hook that was put before ours since hands it another output than the layer's
-        own = own or next(iter(module._forward_hooks), None) != self._firsts.get(module, -1)
+        # a forward hook that was registered before this object's may replace the layer's output
+        own = own or next(iter(module._forward_hooks), None) != self._hook_ids.get(module, -1)
         own = own or not all(map(_only_looks, _global_forward_hooks.values()))
-        # the wire has 16 bits for the factors of layers that are computed in as many
+        # factors are sent in 16 bits, which is exact only for layers that compute in 16 bits
         own = own or (self.rounded and not torch.is_autocast_enabled(weight.device.type))
         if state.forms[bucket.index] == FACTORS and weight.requires_grad and not own:
             weight.requires_grad_(False)
@@ -271,16 +271,16 @@ class Backward:
             return None
         call = _Call(right.detach(), right._version)
         kind = output.dtype, output.device
-        if (nothing := self._nothing.get(kind)) is None:  # nothing changes by it, not even -0.0
+        if (nothing := self._nothing.get(kind)) is None:  # adding it changes no value, not even -0.0
             nothing = self._nothing[kind] = torch.tensor(-0.0, dtype=output.dtype, device=output.device)
         output = output + _Nothing.apply(weight, nothing, output.shape, call.right, state)  # type: ignore[no-untyped-call]
         state.calls.setdefault(bucket.index, []).append(call)
-        output.register_hook(lambda left: self._caught(state, bucket, call, left))
+        output.register_hook(lambda left: self._record(state, bucket, call, left))
         return output
 
-    def _caught(self, state: Pass, bucket: Bucket, call: _Call, left: Tensor) -> None:
-        if not state.ours or call.left is not None:
-            # a gradient inside forward or loss is not the step's; what will itself be differentiated is no product
+    def _record(self, state: Pass, bucket: Bucket, call: _Call, left: Tensor) -> None:
+        if not state.own_pass or call.left is not None:
+            # a gradient inside forward or loss is not the step's; one that is differentiated again needs its graph
             if call.left is not None or torch.is_grad_enabled():
                 state.impure_factors.add(bucket.index)
             return
@@ -290,13 +290,13 @@ class Backward:
                 f"it (version {call.right._version}, read at {call.version}); clone it or change it out of place"
             )
         call.left = left.detach()
-        if not state.last:  # the next micro-batch may write over both: into a parameter's .grad, into the same input
+        if not state.last:  # the next micro-batch may overwrite both: in a parameter's .grad, in the same input
             call.left, call.right = call.left.clone(), call.right.clone()
         calls = state.calls[bucket.index]
         if state.last and not self._late and all(c.left is not None for c in calls):
             self._emit(state, bucket)
 
-    def _arrived(self, bucket: Bucket, name: str) -> None:
+    def _ready(self, bucket: Bucket, name: str) -> None:
         state = self._pass
         if state is None:
             return
@@ -314,7 +314,7 @@ class Backward:
             )
         ready.add(name)
         if next(reversed(self.parameters[name]._post_accumulate_grad_hooks)) != self._watches[name].id:
-            state.later.add(bucket.index)  # a later hook may change it still
+            state.later.add(bucket.index)  # a later hook may still change it
         if len(ready) == len(bucket.names) and bucket.index not in state.later:
             self._emit(state, bucket, early=True)
 
@@ -327,7 +327,7 @@ class Backward:
             return
         grads = [self._grad(name) for name in bucket.names]
         if len(grads) == 1 and grads[0] is not None and _shared(grads[0], early):
-            grads = [grads[0].clone()]  # which is added up in place, while others still read theirs
+            grads = [grads[0].clone()]  # it is added up in place, while other tensors still read this memory
         state.used.update(name for name, grad in zip(bucket.names, grads, strict=True) if grad is not None)
         whole = [
             torch.zeros_like(self.parameters[name], requires_grad=False) if grad is None else grad
@@ -339,25 +339,25 @@ class Backward:
         grad = self.parameters[name].grad
         return grad.to_dense() if grad is not None and grad.layout != torch.strided else grad
 
-    def _apart(self, state: Pass, right: Tensor) -> Tensor:
-        """An input that is a parameter is another one once that is updated."""
+    def _detached(self, state: Pass, right: Tensor) -> Tensor:
+        """A copy of an input that shares memory with a parameter, which the update changes; else the input itself."""
         if not state.places:
             state.places = {each.untyped_storage().data_ptr() for each in self.parameters.values()}
         return right.clone() if right.untyped_storage().data_ptr() in state.places else right
 
     def _factors(self, state: Pass, bucket: Bucket) -> Gradient:
         out_features, in_features = bucket.shapes[0]
-        caught = [call for call in state.calls.get(bucket.index, ()) if call.left is not None]
+        calls = [call for call in state.calls.get(bucket.index, ()) if call.left is not None]
         weight = self.parameters[bucket.names[0]]
-        if not caught:
+        if not calls:
             none = weight.new_zeros(0, out_features), weight.new_zeros(0, in_features)
             return Gradient(bucket, output_grad=none[0], layer_input=none[1])
         state.used.update(bucket.names)
         # (..., out) -> (rows, out); (..., in) -> (rows, in)
-        # autocast hands them over in 16 bits or mixed; the weight's gradient is of the weight's type
-        left = [call.left.reshape(-1, out_features).to(weight.dtype) for call in caught if call.left is not None]
-        right = [self._apart(state, call.right).reshape(-1, in_features).to(weight.dtype) for call in caught]
+        # with autocast they have 16 bits or mixed types; the weight's gradient has the weight's type
+        left = [call.left.reshape(-1, out_features).to(weight.dtype) for call in calls if call.left is not None]
+        right = [self._detached(state, call.right).reshape(-1, in_features).to(weight.dtype) for call in calls]
         state.rows[bucket.index] = sum(len(part) for part in left)
-        if len(caught) == 1:
+        if len(calls) == 1:
             return Gradient(bucket, output_grad=left[0], layer_input=right[0])
         return Gradient(bucket, output_grad=torch.cat(left), layer_input=torch.cat(right))

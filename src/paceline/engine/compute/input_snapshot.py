@@ -1,6 +1,6 @@
-"""A step's batch as it was before: a model may change its input in place, and the step may be computed again.
+"""Snapshot of a step's batch: a model may change its input in place, and the step may be computed again.
 
-A model's buffers, dense and sparse, for copying, restoring and broadcasting them.
+Also the model's buffers, dense and sparse, for copying, restoring and broadcasting them.
 """
 
 from __future__ import annotations
@@ -14,55 +14,55 @@ from paceline.engine.compute.batch import leaves
 
 
 class InputSnapshot:
-    """Copies only until the first step has shown that the model leaves its inputs as they are."""
+    """Copies the batch only until the first step has shown that the model does not change it."""
 
     def __init__(self) -> None:
         self._change: bool | None = None
-        self._kept: list[tuple[Tensor, int, Tensor | None]] = []
-        self._spoiled: set[tuple[int, int]] = set()
+        self._saved: list[tuple[Tensor, int, Tensor | None]] = []
+        self._overwritten: set[tuple[int, int]] = set()
 
     def capture(self, batch: Any) -> None:
-        """Raises ValueError for a batch that comes again, was changed as none before it was, and so was not copied."""
+        """Raises ValueError for the batch of a retry that the model has overwritten, and of which there is no copy."""
         self.drop()
-        tensors = [leaf for leaf in leaves(batch) if not leaf.is_inference()]  # those have no version
-        if self._spoiled and not self._spoiled.isdisjoint(map(_mark, tensors)):
+        tensors = [leaf for leaf in leaves(batch) if not leaf.is_inference()]  # inference tensors have no version
+        if self._overwritten and not self._overwritten.isdisjoint(map(_mark, tensors)):
             raise ValueError(
-                "the model changed its input in place, which it had not in the steps before, and this step must be "
-                "computed again on the input as it was; clone it in forward, or change it out of place"
+                "the model changed its input in place, which it had not done in the steps before, and this step must "
+                "be computed again on the original input; clone it in forward, or change it out of place"
             )
-        self._spoiled = set()
+        self._overwritten = set()
         copy = self._change is not False
-        self._kept = [(leaf, leaf._version, leaf.detach().clone() if copy else None) for leaf in tensors]
+        self._saved = [(leaf, leaf._version, leaf.detach().clone() if copy else None) for leaf in tensors]
 
     def check(self) -> None:
-        """After the passes."""
-        changed = any(leaf._version != version for leaf, version, _ in self._kept)
-        if self._kept:
+        """Call it after the passes: notes whether the model has changed its input."""
+        changed = any(leaf._version != version for leaf, version, _ in self._saved)
+        if self._saved:
             self._change = bool(self._change) or changed
         if not changed:
             self.drop()
 
     @torch.no_grad()
     def restore(self) -> None:
-        for leaf, version, was in self._kept:
+        for leaf, version, was in self._saved:
             if leaf._version != version and was is not None:
                 leaf.copy_(was)
             elif leaf._version != version:
                 self._change = True
-                self._spoiled.add(_mark(leaf))
+                self._overwritten.add(_mark(leaf))
         self.drop()
 
     def drop(self) -> None:
-        self._kept = []
+        self._saved = []
 
 
 def _mark(leaf: Tensor) -> tuple[int, int]:
-    """What it holds: another slice of the same memory has its version, too."""
+    """(address, version): slices of the same memory share both."""
     return (leaf.untyped_storage().data_ptr(), leaf._version) if leaf.layout == torch.strided else (id(leaf), -1)
 
 
 def solidify(model: nn.Module) -> None:
-    """Gives each buffer that repeats one value (expanded) memory of its own, so that it can be written to."""
+    """Makes expanded buffers (stride 0) contiguous, so that they can be written to."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None or buffer.layout != torch.strided:
@@ -76,5 +76,5 @@ def dense(model: nn.Module) -> list[Tensor]:
 
 
 def sparse(model: nn.Module) -> dict[str, Tensor]:
-    """In the COO layout; another is refused by `join`."""
+    """Buffers in the COO layout; `join` refuses other sparse layouts."""
     return {name: each for name, each in model.named_buffers() if each.layout == torch.sparse_coo}

@@ -1,14 +1,14 @@
-"""What a loss of torch's own divides by, seen where it is called: targets that count, weights of classes, elements.
+"""Divisors of torch's losses, observed where they are called: targets that count, class weights, elements.
 
-A mean over samples is added up by samples. One over anything else is not: of two processes with unlike numbers of
-targets that count, the mean of their means is another. So the calls inside of a loss are noted, and where one
-of them is what the loss returned, its own divisor is what the process adds to the sum.
+Means over samples can be combined by numbers of samples. Other means cannot: if two processes have different numbers of
+targets that count, the mean of their means differs from the mean over all. So the calls of losses are recorded. Where a
+recorded call's result is the loss itself, the process contributes the sum with this call's own divisor.
 
-    a loss given to join    all calls of torch in it are seen (a mode of torch's)
-    a model's own loss      so that its forward pass costs nothing, its labels alone are watched: a kind of
-                            tensor that notes what losses it comes to, and is a plain one everywhere else
+    a loss given to join    a TorchFunctionMode records all torch calls in it
+    a model's own loss      a tensor subclass for the labels alone records the losses that they reach, so that the
+                            forward pass costs nothing; it is a plain tensor everywhere else
 
-*Laws*: any split of a batch gives the one process's mean; a part of which nothing counts adds nothing, and no NaN.
+*Invariants*: any split of a batch gives the mean of one process; a part in which nothing counts adds 0, never NaN.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from torch.nn import _reduction
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-IGNORED = -100  # torch's own default for a target that does not count
-# where their targets lie among the arguments
+IGNORED = -100  # torch's default for a target that does not count
+# the index of the targets among their arguments
 CLASSES = {F.cross_entropy: 1, F.nll_loss: 1, getattr(F, "linear_cross_entropy", None): 2}
 ELEMENTS = {
     *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.poisson_nll_loss, F.soft_margin_loss),
     *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits),
 }
-LABELS = "label", "target"  # in the names of what a loss reads
-INPUTS = "ids", "mask", "position"  # and in those of what only a model does, as `transformers` calls it
+LABELS = "label", "target"  # in the names of tensors that a loss reads
+INPUTS = "ids", "mask", "position"  # in the names of tensors that only a model reads, as in `transformers`
 
-_now = threading.local()
+_active = threading.local()
 
 
 @dataclass
 class Call:
-    """One call of a loss that gave one number."""
+    """One call of a loss that returned one number."""
 
     function: Any
     value: Tensor
@@ -69,7 +69,7 @@ class Call:
         return None if target is None else target != (IGNORED if ignored is None else ignored)
 
     def divisor(self, elements: bool) -> float | None:
-        """What its mean divided by; None: by nothing that is known here, so by samples."""
+        """The divisor of its mean; None: unknown here, so the number of samples."""
         target, counts = self.classes, self.counts
         if self.reduction != "mean":
             return None
@@ -83,7 +83,7 @@ class Call:
         return float(weights[target.where(counts, 0)].where(counts, 0).sum())
 
     def alike(self, rows: float) -> bool:
-        """Whether each of so many samples has the same part in its mean. Causal models ignore one place of each."""
+        """Whether each of ``rows`` samples has the same share of its mean. Causal models ignore one target of each."""
         counts, many = self.counts, max(1, int(rows))
         if counts is None or self.reduction != "mean":
             return True
@@ -94,13 +94,13 @@ class Call:
 
     @property
     def nothing(self) -> Tensor:
-        """0, of which the model is a part: where nothing counts, its own value is 0 / 0."""
+        """0 with a graph through the model: where nothing counts, the loss itself is 0 / 0."""
         logits: Tensor = self.args[0]
         return logits.flatten()[:1].sum() * 0.0
 
 
 class Means:
-    """The calls of losses in it that gave one number. ``elements``: a mean over elements counts these."""
+    """The recorded calls of losses that returned one number. ``elements``: a mean over elements is divided by these."""
 
     def __init__(self, elements: bool = False):
         self.calls: list[Call] = []
@@ -111,7 +111,7 @@ class Means:
             self.calls.append(Call(function, value, value._version, args, options))
 
     def of(self, loss: Any) -> Call | None:
-        """The call that gave this, if it was not changed since."""
+        """The call that returned this tensor, if the tensor was not changed since."""
         found = (call for call in self.calls if call.value is loss and loss._version == call.version)
         return next(found, None)
 
@@ -121,7 +121,7 @@ class Means:
 
 
 class Seen(TorchFunctionMode):
-    """Within, every call of torch is looked at."""
+    """Within, every torch call is recorded."""
 
     def __init__(self, means: Means):
         super().__init__()
@@ -135,40 +135,40 @@ class Seen(TorchFunctionMode):
 
 
 class Label(Tensor):
-    """Notes which losses it comes to. So do numbers that are made of labels alone, and whole numbers made with them."""
+    """Records the losses that it reaches; so do tensors computed from labels alone, and integers computed with them."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             value = func(*args, **(kwargs or {}))
-        means: Means | None = getattr(_now, "means", None)
+        means: Means | None = getattr(_active, "means", None)
         if kwargs and means is not None:
             means.note(func, value, args, kwargs)
         given = [each for arg in args for each in (arg if isinstance(arg, tuple | list) else (arg,))]
-        alone = all(isinstance(each, Label) for each in given if isinstance(each, Tensor))
-        return _watched(value, alone)
+        labels_only = all(isinstance(each, Label) for each in given if isinstance(each, Tensor))
+        return _watched(value, labels_only)
 
 
-def _watched(value: Any, alone: bool = False) -> Any:
+def _watched(value: Any, labels_only: bool = False) -> Any:
     if isinstance(value, Tensor):
-        whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
-        return value.as_subclass(Label) if alone or whole else value
+        integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        return value.as_subclass(Label) if labels_only or integer else value
     if isinstance(value, tuple | list) and type(value) in (tuple, list):
-        return type(value)(_watched(each, alone) for each in value)
+        return type(value)(_watched(each, labels_only) for each in value)
     return value
 
 
 @contextmanager
 def labels_of(batch: Any, means: Means, mapped: Callable[[Any, Callable[[Tensor], Tensor]], Any]) -> Iterator[Any]:
-    """The batch as a model is given it, with labels that note in ``means`` what losses they come to."""
-    _now.means = means
+    """The batch for the model, with labels that record in ``means`` the losses that they reach."""
+    _active.means = means
     try:
         if isinstance(batch, Mapping):
             yield {name: _label(str(name), part, mapped) for name, part in batch.items()}
         else:
             yield mapped(batch, _watched)
     finally:
-        _now.means = None
+        _active.means = None
 
 
 def _label(name: str, part: Any, mapped: Callable[..., Any]) -> Any:
@@ -179,7 +179,7 @@ def _label(name: str, part: Any, mapped: Callable[..., Any]) -> Any:
 
 
 def refuse(loss: Any, call: Call | None, means: Means, batch: Any, rows: float) -> None:
-    """Raises ValueError for a loss that parts of a batch do not add up to."""
+    """Raises ValueError for a loss that is not the combination of its values on parts of a batch."""
     if call is not None:
         if call.reduction == "sum":
             raise ValueError(
@@ -189,7 +189,7 @@ def refuse(loss: Any, call: Call | None, means: Means, batch: Any, rows: float) 
             )
         return
     if loss is not None:
-        return  # what else a function of the user's does with a mean is not known
+        return  # the function may have changed a mean in unknown ways
     unlike = any(not each.alike(rows) for each in means.calls) or _has_ignored(batch)
     if unlike:
         raise ValueError(
@@ -202,7 +202,7 @@ def refuse(loss: Any, call: Call | None, means: Means, batch: Any, rows: float) 
 
 
 def refuse_part(name: str, call: Call | None, rows: float) -> None:
-    """The same of a part of a loss, which is a mean over samples."""
+    """The same for one part of a loss in a dict, which must be a mean over samples."""
     if call is not None and (call.reduction == "sum" or not call.alike(rows)):
         what = "a sum" if call.reduction == "sum" else "a mean over the targets that count, or by weights of classes"
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Products of large fully-connected layers by oneDNN, where torch's BLAS leaves half the processor idle.
+"""Matrix products of large fully-connected layers by oneDNN, where torch's BLAS uses half of the processor's width.
 
-MKL computes with AVX2 on an AMD processor, also where it has AVX-512: 86 instead of 206 GFlop/s on a core of one.
-oneDNN asks the processor what it can do. Which of both is used depends on the processor and on sizes alone, for updates
-on that of the weight alone, so like nodes compute alike. PACELINE_MATMUL=blas or onednn says it for all.
+MKL uses AVX2 on AMD processors, even on those with AVX-512: 86 instead of 206 GFlop/s on a core of one. oneDNN detects
+the instruction set. The choice depends on the processor and on sizes alone, in updates on the weight's size alone, so
+equal nodes compute equal results. PACELINE_MATMUL=blas or onednn overrides it for all layers.
 
-*Laws*: the same as torch's up to the order of summation, backward of any order included.
+*Invariants*: equal to torch's products up to the order of summation, including backward of any order.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from torch.nn import functional as F
 
 from paceline.environment import variable
 
-MIN_VALUES = 1 << 20  # of a layer's weight: smaller products are over before it matters
-MIN_INPUTS = 1 << 10  # likewise; the same for any slice of the weight's rows
-SOME_VALUES, MANY_ROWS = 1 << 16, 256  # of a weight, and of what is multiplied with it: as in a transformer
-FULL_WIDTH = 26  # from this family on AMD's processors compute 512 bits at once; before, twice 256
+MIN_VALUES = 1 << 20  # of a layer's weight: smaller products take too little time to matter
+MIN_INPUTS = 1 << 10  # likewise; equal for any slice of the weight's rows
+SOME_VALUES, MANY_ROWS = 1 << 16, 256  # of a weight, and of its input: as in a transformer
+FULL_WIDTH = 26  # from this CPU family on AMD's processors compute 512 bits at once; earlier ones twice 256
 BLAS, ONEDNN = "blas", "onednn"
 
 
 @cache
 def fast() -> bool:
-    """Whether oneDNN is to compute them here. Raises ValueError for a PACELINE_MATMUL that is neither."""
-    said = variable("PACELINE_MATMUL")
-    if said not in ("", BLAS, ONEDNN):
-        raise ValueError(f"PACELINE_MATMUL={said!r} is not known; use {BLAS!r} or {ONEDNN!r}, or unset it")
-    if said == BLAS or not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    """Whether oneDNN is to compute them here. Raises ValueError for an unknown PACELINE_MATMUL."""
+    requested = variable("PACELINE_MATMUL")
+    if requested not in ("", BLAS, ONEDNN):
+        raise ValueError(f"PACELINE_MATMUL={requested!r} is not known; use {BLAS!r} or {ONEDNN!r}, or unset it")
+    if requested == BLAS or not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
-    return said == ONEDNN or (torch._C.has_mkl and _amd() and _wide())
+    return requested == ONEDNN or (torch._C.has_mkl and _amd() and _wide())
 
 
 def _amd() -> bool:
@@ -85,7 +85,7 @@ class _Linear(torch.autograd.Function):
         by_weight = None
         if x is not None:
             inputs = x.reshape(-1, x.shape[-1])
-            # a graph of this backward is asked for: torch's own product has one
+            # torch's own product where backward itself needs a graph
             own = torch.is_grad_enabled() or not (_full_width() or rows.shape[1] * inputs.shape[1] >= MIN_VALUES)
             by_weight = rows.T @ inputs if own else times(rows.T, inputs.T)
         by_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
@@ -93,7 +93,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _by_input(slope: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    """``slope @ weight``; oneDNN lays the weight out anew, which few rows at full width do not make up for."""
+    """``slope @ weight``; by torch for few rows at full width, where oneDNN's reordering of the weight does not pay."""
     if torch.is_grad_enabled() or (_full_width() and len(rows) < MANY_ROWS):
         return slope @ weight
     product: Tensor = torch.ops.mkldnn._linear_pointwise(rows.contiguous(), weight.T, None, "none", [], "")
@@ -102,10 +102,10 @@ def _by_input(slope: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
 
 def _forward(module: nn.Linear, input: Tensor) -> Tensor:
     weight = module.weight
-    ours = type(input) is Tensor and input.dtype == weight.dtype == torch.float32 and input.numel() > 0
+    plain = type(input) is Tensor and input.dtype == weight.dtype == torch.float32 and input.numel() > 0
     few = input.numel() < MANY_ROWS * input.shape[-1] and not _always(weight)
     transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if not ours or few or transformed or torch.is_autocast_enabled("cpu") or not weight.is_contiguous():
+    if not plain or few or transformed or torch.is_autocast_enabled("cpu") or not weight.is_contiguous():
         return F.linear(input, weight, module.bias)
     product: Tensor = _Linear.apply(input, weight, module.bias)  # type: ignore[no-untyped-call]
     return product
@@ -118,15 +118,15 @@ def _always(weight: Tensor) -> bool:
 def _large(model: nn.Module) -> Iterator[nn.Linear]:
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-            weight = module._parameters.get("weight")  # a parametrization makes it anew at each use
+            weight = module._parameters.get("weight")  # None where a parametrization computes it at each use
             if weight is not None and weight.numel() >= SOME_VALUES and _plain(weight) and fast():
                 yield module
 
 
 def install(model: nn.Module) -> None:
-    """Large fully-connected layers compute by oneDNN from now on, but for those with a forward of their own.
+    """Large fully-connected layers use oneDNN from now on, except those with a forward of their own.
 
-    Raises ValueError for a PACELINE_MATMUL that is not known, whatever the layers.
+    Raises ValueError for an unknown PACELINE_MATMUL, whatever the layers.
     """
     for module in _large(model) if fast() else ():
         if "forward" not in vars(module):
@@ -140,6 +140,6 @@ def remove(model: nn.Module) -> None:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether this object alone computes something else than its class."""
+    """Whether this object has a forward other than its class's."""
     forward = vars(module).get("forward")
     return forward is not None and getattr(forward, "func", None) is not _forward

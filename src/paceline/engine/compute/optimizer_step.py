@@ -1,11 +1,11 @@
 """The optimizer step from summed gradients: scale, clip by the global norm, update.
 
-With SGD a layer's factors enter the momentum directly, ``buffer = mu buffer + left.T @ right``, so its
-dense gradient never exists. The global norm needs none either: the squared norm of ``left.T @ right``
+With SGD a layer's factors are added to the momentum directly, ``buffer = mu buffer + left.T @ right``, so its
+dense gradient is never computed. The global norm does not need it either: the squared norm of ``left.T @ right``
 is the sum of ``(left @ left.T) * (right @ right.T)``. Nesterov's step is ``-lr (gradient + mu buffer)``;
-with ``gradient = new buffer - mu old buffer`` it takes that product once, too.
+with ``gradient = new buffer - mu old buffer`` it, too, computes that product only once.
 
-*Laws*: the optimizer's own step up to reassociation; its state is the optimizer's own.
+*Invariants*: equal to the optimizer's own step up to reassociation; its state is the optimizer's own.
 *Cost*: weight and buffer are read and written once, in blocks that stay in the cache between the operations.
 """
 
@@ -41,7 +41,7 @@ class Factored:
 
 
 def optimizer_takes_factors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether factors can replace the gradient: SGD of any kind, and no hook that would want to see a gradient."""
+    """Whether factors can replace the gradient: any variant of SGD, without hooks that may need the gradient."""
     return (
         type(optimizer) is torch.optim.SGD
         and not own_steps.hooked(optimizer)
@@ -50,7 +50,7 @@ def optimizer_takes_factors(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError for an optimizer whose step computes the loss again, as often as it likes."""
+    """Raises ValueError for an optimizer whose step evaluates the loss several times."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
@@ -66,8 +66,8 @@ def finish(
     rule: UpdateRule,
     whole: Callable[[float], float],
 ) -> tuple[bool, float | None]:
-    """Updates ``dense`` parameters by their .grad, the others by their factors. ``whole`` completes this process's sum
-    of squares to the node's. Returns whether the update was made, and the gradient's norm where the rule needed it."""
+    """Updates ``dense`` parameters by their .grad, the others by their factors. ``whole`` turns this process's sum of
+    squares into the node's. Returns whether the update was applied, and the gradient's norm where the rule needs it."""
     grads = [p.grad for p in dense if p.grad is not None]
     factor, norm = rule.scale, None
     if rule.clip is not None or rule.check:
@@ -90,14 +90,14 @@ def finish(
 
 
 def separate(dense: Sequence[Tensor], factored: Sequence[Factored]) -> None:
-    """What is scaled in place gets its memory to itself: of ``x + (a + b)``, both gradients are the same one."""
+    """Clones gradients that share memory and are scaled in place: of ``x + (a + b)``, both gradients are one tensor."""
     factors = [side for one in factored for side in (one.left, one.right)]
-    held = [p for p in dense if p.grad is not None]
-    grads = [p.grad for p in held if p.grad is not None]
+    with_grad = [p for p in dense if p.grad is not None]
+    grads = [p.grad for p in with_grad if p.grad is not None]
     if len({each.untyped_storage().data_ptr() for each in (*grads, *factors)}) == len(grads) + len(factors):
         return
     others, taken = list(map(_span, factors)), 0
-    for (start, end), parameter in sorted(zip(map(_span, grads), held, strict=True), key=lambda pair: pair[0]):
+    for (start, end), parameter in sorted(zip(map(_span, grads), with_grad, strict=True), key=lambda pair: pair[0]):
         if start < taken or any(start < its_end and its_start < end for its_start, its_end in others):
             assert parameter.grad is not None
             parameter.grad = parameter.grad.clone()
@@ -105,7 +105,7 @@ def separate(dense: Sequence[Tensor], factored: Sequence[Factored]) -> None:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses between which its values lie."""
+    """(start, end): the addresses of its values."""
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -113,12 +113,12 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In which the squares of 16-bit values neither overflow nor vanish."""
+    """In fp32, where the squares of 16-bit values neither overflow nor underflow."""
     return tensor.float() if tensor.itemsize < 4 else tensor
 
 
 def norms(grads: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Of one type after the other, in the same order everywhere."""
+    """The norms, grouped by type, in the same order in every process."""
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
         alike = [grad for grad in grads if grad.dtype == dtype]
         yield from torch._foreach_norm(alike, 2, torch.float32 if dtype.itemsize < 4 else None)
@@ -139,7 +139,7 @@ def _step(one: Factored, state: dict[str, Any], group: dict[str, Any], factor: f
     buffer = state.get("momentum_buffer") if momentum else weight
     if buffer is None:
         buffer = state["momentum_buffer"] = torch.empty_like(weight)
-        keep, take = 0.0, 1.0  # the first step's buffer is its gradient; beta 0 ignores what memory holds
+        keep, take = 0.0, 1.0  # the first step's buffer is its gradient; beta 0 ignores the uninitialised memory
     elif group["nesterov"]:
         ahead = lr * momentum
     stride = lr * (1 + momentum) if group["nesterov"] else lr
@@ -167,12 +167,12 @@ def multiply(into: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _add(into: Tensor, left: Tensor, right: Tensor, keep: float, take: float) -> None:
-    """keep into + take left @ right; what ``into`` holds does not matter where keep is 0."""
+    """into = keep into + take left @ right; with keep = 0 the values of ``into`` are not read."""
     into.addmm_(left, right, beta=keep, alpha=take)
 
 
 def _add_by_onednn(into: Tensor, left: Tensor, right: Tensor, keep: float, take: float) -> None:
-    """The same, of ``right`` transposed."""
+    """The same, with ``right`` transposed."""
     product = matmul.times(left * take, right)
     if keep:
         torch.add(product, into, alpha=keep, out=into)
@@ -190,5 +190,5 @@ def parameter_grads(gradient: Gradient) -> Sequence[Tensor]:
 
 
 def laid_out_as(parameter: Tensor, grad: Tensor) -> Tensor:
-    """In the parameter's own layout: fused optimizers walk through memory, whatever the strides."""
+    """The gradient in the parameter's memory layout: fused optimizers ignore strides."""
     return grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)

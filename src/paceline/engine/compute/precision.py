@@ -1,9 +1,9 @@
-"""Numerics: memory layout, precision, fused updates, compilation. A small axis beside the engine.
+"""Numerics: memory layout, precision, fused updates, compilation; options of a configuration beside its engine.
 
-A configuration is an engine and such words: "processes:2+channels_last+bf16".
+A configuration is an engine and such options: "processes:2+channels_last+bf16".
 
-Loss scaling for fp16: gradients are computed larger by a power of two, so that small ones do not vanish. A step whose
-gradient overflows is skipped and the scale halved; after many good steps it doubles.
+Loss scaling for fp16: the loss is multiplied by a power of two, so that small gradients do not underflow. A step whose
+gradient overflows is skipped and the scale halved; after many good steps the scale doubles.
 *Source*: Micikevicius et al. 2018 (arXiv 1710.03740), section 3.2.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 PRECISION = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-WORDS = ("channels_last", "bf16", "fp16", "fused", "compile")
+OPTIONS = ("channels_last", "bf16", "fp16", "fused", "compile")
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
@@ -32,14 +32,14 @@ class Numerics:
     compile: bool = False
 
     @classmethod
-    def parse(cls, words: Sequence[str]) -> Numerics:
-        """Raises ValueError for a word that is not known, or two that exclude each other."""
-        if unknown := [word for word in words if word not in WORDS]:
-            raise ValueError(f"no numerics named {', '.join(map(repr, unknown))}; known: {', '.join(WORDS)}")
-        if "bf16" in words and "fp16" in words:
+    def parse(cls, options: Sequence[str]) -> Numerics:
+        """Raises ValueError for an unknown option, or two that exclude each other."""
+        if unknown := [option for option in options if option not in OPTIONS]:
+            raise ValueError(f"no numerics named {', '.join(map(repr, unknown))}; known: {', '.join(OPTIONS)}")
+        if "bf16" in options and "fp16" in options:
             raise ValueError("bf16 and fp16 exclude each other; choose one")
-        precision = next((word for word in words if word in PRECISION), "fp32")
-        return cls("channels_last" in words, precision, "fused" in words, "compile" in words)
+        precision = next((option for option in options if option in PRECISION), "fp32")
+        return cls("channels_last" in options, precision, "fused" in options, "compile" in options)
 
     @property
     def fidelity(self) -> str:
@@ -57,7 +57,7 @@ class Numerics:
         return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
 
     def moved(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """An input where the model is, in the layout asked for: layers hand a layout on to the next."""
+        """An input on the model's device, in the requested layout, which each layer passes on to the next."""
         if self.channels_last and tensor.dim() == 4:
             return tensor.to(device, memory_format=torch.channels_last, non_blocking=True)
         return tensor.to(device, non_blocking=True)
@@ -65,8 +65,8 @@ class Numerics:
 
 def parse_row(row: str) -> tuple[str, Numerics]:
     """ "processes:2+channels_last" is ("processes:2", its numerics)."""
-    engine, *words = (part.strip() for part in row.split("+"))
-    return engine, Numerics.parse(words)
+    engine, *options = (part.strip() for part in row.split("+"))
+    return engine, Numerics.parse(options)
 
 
 START, GROWTH_STEPS = 65536.0, 2000
@@ -82,7 +82,7 @@ class Scaler:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether a step that is not finite may only mean that the scale is too large."""
+        """Whether a too large scale may be the cause of a step that is not finite."""
         return self.moves and self.scale > 1.0
 
     def move(self, applied: bool) -> None:

@@ -1,13 +1,11 @@
-"""This process's random state: Python's, PyTorch's, CUDA's and NumPy's, where they are used.
+"""Random state: the process's (of Python, PyTorch, CUDA and NumPy, where they are used), and one per replica thread.
 
-Random numbers of its own for each thread that computes a replica, so that equal seeds give equal runs.
+PyTorch's default generator is shared by all threads, and the order of their draws is random. Under `ThreadRng`
+every function that draws uses this thread's own state, one thread at a time, so equal seeds give equal runs.
 
-PyTorch's default generator belongs to all threads: which of them draws first is chance. Under `ThreadRng`
-every function that draws does so from this thread's state, one thread at a time.
-
-Not had: masks equal to one process's (they never are when a batch is computed in parts), Python's and
-numpy's generators inside forward, and activation checkpointing with dropout, which sets the default
-generator itself. On a GPU of its own a replica draws from that GPU's generator, and needs none of this.
+Not supported: dropout masks equal to those of one process (they never are when a batch is computed in parts),
+Python's and NumPy's generators inside forward, and activation checkpointing with dropout, which sets the default
+generator itself. A replica on its own GPU draws from that GPU's generator, and needs no `ThreadRng`.
 """
 
 from __future__ import annotations
@@ -23,19 +21,19 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-NUMPY_BYTES = 4 * 624 + 4  # of the generator behind numpy.random: its words, and where in them it is
+NUMPY_BYTES = 4 * 624 + 4  # of the generator behind numpy.random: its state words, and the position in them
 
 _seen: dict[bytes, Any] = {}
 
 
 def state() -> Any:
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # asking more would start CUDA
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # any other query would initialise CUDA
     cuda = torch.cuda.get_rng_state_all() if on_gpu else None
     return random.getstate(), torch.get_rng_state(), cuda, _numpy_state(sys.modules.get("numpy"))
 
 
 def _numpy_state(numpy: Any) -> Any:
-    """Asking NumPy takes longer than a small step does, so the last answer holds while its memory says the same."""
+    """NumPy's get_state takes longer than a small step, so its last result is reused while the memory is unchanged."""
     if not numpy:
         return None
     generator: Any = getattr(numpy.random, "get_bit_generator", lambda: None)()
@@ -45,15 +43,15 @@ def _numpy_state(numpy: Any) -> Any:
     if words not in _seen:
         _seen.clear()
         found = numpy.random.get_state()
-        if found[3]:  # a normal number lies ready: using it up would not show in the words
+        if found[3]:  # a cached normal number: its use would not show in the words
             return found
         _seen[words] = found
     return _seen[words]
 
 
 def seed(number: int) -> None:
-    """As torch.manual_seed, which notes for each kind of device that is not in use who has asked: that takes longer
-    than a small step does."""
+    """As torch.manual_seed, but without its work for devices that are not in use: it records a traceback for each,
+    which takes longer than a small step."""
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(number)
@@ -70,7 +68,7 @@ def set_state(kept: Any) -> None:
 
 
 def to_json(kept: Any) -> Any:
-    """A random state as JSON can hold it."""
+    """A random state in JSON types."""
     (version, words, gauss), cpu, cuda, numpy_state = kept
     return {
         "python": [version, list(words), gauss],
@@ -97,7 +95,7 @@ NAMES = """
     uniform_
 """
 DRAWS = frozenset(NAMES.split())
-_turn = threading.Lock()
+_drawing = threading.Lock()
 
 
 class ThreadRng(TorchFunctionMode):
@@ -112,7 +110,7 @@ class ThreadRng(TorchFunctionMode):
     ) -> Any:
         if getattr(func, "__name__", "") not in DRAWS:
             return func(*args, **(kwargs or {}))
-        with _turn:
+        with _drawing:
             before = torch.get_rng_state()
             torch.set_rng_state(self._state)
             try:

@@ -1,7 +1,7 @@
-"""Part of a weight, and of what the optimizer keeps of it, to be given to others and taken from them.
+"""Parts of a weight and of its optimizer state, which processes send to each other.
 
-By rows: what has the weight's shape is cut as the weight is; all else belongs to every row. By values: in the order of
-a contiguous tensor, whatever the memory's; a target and the reading of it are inverse.
+By rows: state of the weight's shape is cut as the weight is; other state belongs to every row. By values: in the order
+of a contiguous tensor, whatever the memory layout; `write` is the inverse of `read`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from paceline.messages import RowRange, Target
 
-Part = list[tuple[int, int, int]]  # which tensor, from which of its values, to which
+Part = list[tuple[int, int, int]]  # index of the tensor, its first value, its last value + 1
 
 
 def numbered(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """Each parameter's number in the optimizer's ``state_dict``, by each of its names. None where that ``state_dict``
+    """Each parameter's number in the optimizer's ``state_dict``, by each of its names. Empty where that ``state_dict``
     holds more than the state of this model's parameters."""
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = {id(parameter): number for number, parameter in enumerate(given)}
@@ -40,22 +40,22 @@ def is_cut(value: Any, shape: torch.Size, window: RowRange) -> bool:
     return stop > 0 and isinstance(value, Tensor) and value.shape == (stop - start, *shape[1:])
 
 
-def put(mine: Any, its: Any, shape: torch.Size, window: RowRange) -> Any:
-    """``mine`` with the rows that have come, or a copy of what has come instead of it."""
+def put(own: Any, its: Any, shape: torch.Size, window: RowRange) -> Any:
+    """``own`` with the received rows ``its`` written into it, or a copy of ``its`` where these are not rows."""
     if not isinstance(its, Tensor):
         return its
     if not is_cut(its, shape, window):
         return its.clone()
-    if mine is None or mine.shape != shape:
-        mine = torch.zeros(shape, dtype=its.dtype, device=its.device)
-    mine[slice(*window)].copy_(its)
-    return mine
+    if own is None or own.shape != shape:
+        own = torch.zeros(shape, dtype=its.dtype, device=its.device)
+    own[slice(*window)].copy_(its)
+    return own
 
 
 def rows(
     optimizer: Optimizer, numbers: Mapping[str, int], weights: Mapping[str, Tensor], windows: Mapping[str, RowRange]
 ) -> dict[str, dict[str, Any]]:
-    """What it keeps of these rows, by the weights' names. ``numbers``: as `numbered` says."""
+    """The optimizer state of these rows, by the weights' names. ``numbers``: the result of `numbered`."""
     states = optimizer.state_dict()["state"]
     return {
         name: {key: cut(value, weights[name].shape, window) for key, value in states[number].items()}
@@ -74,23 +74,23 @@ def take_rows(
     """The reverse of `rows`."""
     whole = optimizer.state_dict()
     for name, window in windows.items():
-        mine, shape = whole["state"].pop(numbers[name], {}), weights[name].shape
+        own, shape = whole["state"].pop(numbers[name], {}), weights[name].shape
         if name in states:
-            its = {key: put(mine.get(key), value, shape, window) for key, value in states[name].items()}
+            its = {key: put(own.get(key), value, shape, window) for key, value in states[name].items()}
             whole["state"][numbers[name]] = its
     optimizer.load_state_dict(whole)
 
 
 def read(tensor: Tensor, first: int, last: int) -> Tensor:
-    """From ``first`` to ``last`` in the order of a contiguous tensor; a view of the tensor where it is contiguous."""
+    """Values ``first`` to ``last`` in the order of a contiguous tensor; a view where the tensor is contiguous."""
     return tensor.detach().reshape(-1)[first:last]
 
 
 @torch.no_grad()
 def write(targets: Sequence[Target], weights: Sequence[Tensor], optimizer: Optimizer) -> None:
-    kept = states(weights, optimizer) if any(each.key for each in targets) else {}
+    stored = states(weights, optimizer) if any(each.key for each in targets) else {}
     for each in targets:
-        tensor = kept[each.weight][each.key] if each.key else weights[each.weight]
+        tensor = stored[each.weight][each.key] if each.key else weights[each.weight]
         flat = tensor.reshape(-1)
         flat[each.first : each.first + each.values.numel()] = each.values
         if not tensor.is_contiguous():
@@ -98,7 +98,7 @@ def write(targets: Sequence[Target], weights: Sequence[Tensor], optimizer: Optim
 
 
 def states(weights: Sequence[Tensor], optimizer: Optimizer) -> dict[int, Mapping[str, Tensor]]:
-    """What the optimizer keeps of each weight, which it holds as the same memory: tensors, by their names."""
+    """The optimizer's state tensors of each weight, by name. The optimizer must hold the weight as the same memory."""
     places = {weight.data_ptr(): index for index, weight in enumerate(weights) if weight.numel()}
     owned = [p for group in optimizer.param_groups for p in group["params"] if p.data_ptr() in places]
     return {
@@ -108,9 +108,9 @@ def states(weights: Sequence[Tensor], optimizer: Optimizer) -> dict[int, Mapping
 
 
 def in_parts(numels: Sequence[int], each: int, whole: bool = False) -> list[Part]:
-    """Parts of ``each`` values, the last of what is left; ``whole``: no tensor is cut, and a part is at least as long.
+    """Parts of ``each`` values, the last may be smaller. ``whole``: no tensor is cut, so parts may be larger.
 
-    *Laws*: every value is in one part; the order is that of the tensors.
+    *Invariants*: every value is in one part; the order is that of the tensors.
     """
     parts: list[Part] = []
     part: Part = []

@@ -3,13 +3,13 @@
     forward     count, sum and sum of squares per channel, added over all processes of all nodes
     backward    two sums per channel of the output's gradient, added likewise
 
-Whatever layer calls ``torch.nn.functional.batch_norm`` in a step, with whatever it does beside it: the call itself is
-answered here, by a mode of torch's that this thread is in while it computes. Backward is outside of every mode, so a
-layer that activation checkpointing computes again there enters it by its own forward.
+A TorchFunctionMode, in which this thread computes, replaces every call of ``torch.nn.functional.batch_norm`` in a step,
+in whatever layer. Backward runs outside of all modes: so a layer that activation checkpointing recomputes there enters
+the mode in its own forward.
 
-*Cost*: two sums of about 2 C numbers in each layer and step, each waiting for the slowest; a Python call for each
-function of torch's in forward.
-*Laws*: float64 equal to one process on the whole batch, running statistics included.
+*Cost*: two sums of about 2 C numbers in each layer and step, each waiting for the slowest process; a Python call for
+each torch function in forward.
+*Invariants*: in float64 equal to one process on the whole batch, running statistics included.
 *Source*: Ioffe & Szegedy 2015 (arXiv 1502.03167), equations of section 3, summed over processes.
 """
 
@@ -50,7 +50,7 @@ class _Call:
     eps: float = 1e-5
 
 
-# each function, and how its arguments are read
+# each function, and its arguments as a _Call
 KNOWN: dict[Any, Callable[..., _Call]] = {torch.nn.functional.batch_norm: _Call} | dict.fromkeys(
     (torch.batch_norm, torch.ops.aten.batch_norm, torch.ops.aten.batch_norm.default),
     lambda input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled=True: _Call(
@@ -62,15 +62,15 @@ KNOWN: dict[Any, Callable[..., _Call]] = {torch.nn.functional.batch_norm: _Call}
 class SyncBatchNorm:
     """The batch norm of a model; while converted, it uses all processes' samples in training.
 
-    ``total`` adds a float64 vector over all processes; only while ``inside()`` is it called, so that a forward
-    pass outside of a step is this process's own. Names, parameters and modules stay the same.
+    ``total`` adds a float64 vector over all processes. It is called only while ``inside()``: a forward pass outside
+    of a step uses this process's samples alone. Names, parameters and modules stay the same.
     """
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self._covered: dict[nn.Module, Any] = {}  # and the forward that it had of its own
+        self._covered: dict[nn.Module, Any] = {}  # with the object's own forward, if any
         self._here = threading.local()
-        self.answered: set[int] = set()  # the statistics that calls have brought, by id
+        self.answered: set[int] = set()  # ids of the running statistics that calls have used
         self._nameless = 0
         self._number()
 
@@ -86,7 +86,7 @@ class SyncBatchNorm:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Within, calls of ``batch_norm`` by this thread are answered."""
+        """Within, calls of ``batch_norm`` by this thread are replaced."""
         if getattr(self._here, "answers", False):
             yield
             return
@@ -105,11 +105,11 @@ class SyncBatchNorm:
             yield
 
     def cover(self, module: nn.Module) -> None:
-        """Its forward is answered wherever it is called from."""
+        """Its forward enters the mode, wherever it is called from."""
         if module in self._covered:
             return
         self._covered[module] = own = module.__dict__.get("forward")
-        # torch's own synchronised one would wait for a process group of the user's
+        # nn.SyncBatchNorm's own forward would wait for a process group of the user
         kind = _BatchNorm if type(module).forward is nn.SyncBatchNorm.forward else type(module)
 
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +126,7 @@ class SyncBatchNorm:
         self._covered = {}
 
     def receive(self, vector: Tensor) -> None:
-        """A sum made while this process had no samples: its running statistics are still those of all processes."""
+        """Updates the running statistics from a sum that was made while this process had no samples."""
         place, backward = divmod(int(vector[1] / vector[0]), 2)
         if backward or place >= len(self._tensors):
             return
@@ -146,11 +146,11 @@ class SyncBatchNorm:
         return _normalise(call, _Tagged(self.total, 2 * self._place(call)))
 
     def _place(self, call: _Call) -> int:
-        """This call's number in every process: that of its statistics or weight, else its place in the step."""
+        """This call's number, equal in every process: that of its statistics or weight, else its order in the step."""
         keys = [each for each in (call.running_mean, call.weight) if each is not None]
         for again in (False, True):
             if again:
-                self._number()  # tensors may have been put in the place of others
+                self._number()  # tensors may have been replaced
             for key in keys:
                 if (number := self._numbers.get(id(key))) is not None:
                     return number
@@ -158,7 +158,7 @@ class SyncBatchNorm:
         return len(self._tensors) + self._nameless - 1
 
     def _cover_caller(self) -> None:
-        """A caller that computes it again in backward must find it answered there, too."""
+        """Covers the calling module: activation checkpointing may recompute it in backward."""
         frame: FrameType | None = sys._getframe(3)
         while frame:
             caller = frame.f_locals.get("self")
@@ -195,7 +195,7 @@ class _Answer(TorchFunctionMode):
 
 
 class _Tagged:
-    """Sums that must be those of one layer and direction on every process."""
+    """Sums that check that every process adds the same layer and direction."""
 
     def __init__(self, total: Total, tag: int):
         self.total, self.tag = total, tag
@@ -251,14 +251,14 @@ def _statistics(sums: Tensor) -> tuple[float, Tensor, Tensor]:
 def _remember(
     running_mean: Maybe, running_var: Maybe, momentum: float, whole: float, mean: Tensor, variance: Tensor
 ) -> None:
-    """The running variance is of the unbiased one."""
-    for running, now in ((running_mean, mean), (running_var, variance * (whole / (whole - 1)))):
+    """Updates the running statistics; the running variance is that of the unbiased variance."""
+    for running, current in ((running_mean, mean), (running_var, variance * (whole / (whole - 1)))):
         if running is not None:
-            running.mul_(1 - momentum).add_(now.to(running), alpha=momentum)
+            running.mul_(1 - momentum).add_(current.to(running), alpha=momentum)
 
 
 def _wide(weight: Maybe, mean: Tensor) -> Maybe:
-    """PyTorch's kernel wants weights of 16 bits beside statistics of as many, or both in 32."""
+    """The weight in the type of the statistics: PyTorch's kernel needs both in 16 bits or both in 32."""
     return None if weight is None else weight.to(mean.dtype)
 
 
@@ -281,7 +281,7 @@ class _Normalise(torch.autograd.Function):
         inverse = torch.rsqrt(variance + ctx.eps)
         # sum of dy, and of dy (x - mean) / deviation: those of this process's rows are its parameters' gradients
         dot = plain = torch.zeros_like(mean)
-        if x.numel():  # PyTorch's kernel divides by it
+        if x.numel():  # PyTorch's kernel divides by this count
             _, dot, plain = torch.ops.aten.native_batch_norm_backward(
                 dy, x, _wide(weight, mean), mean, variance, None, None, False, ctx.eps, [False, True, True]
             )

@@ -1,4 +1,4 @@
-"""What one step of a model takes on one machine, layer by layer: recorded, written as JSON, read again."""
+"""Timeline of one step of a model on one machine, layer by layer: recorded, written as JSON, read again."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Timeline:
 
     ``forward``: layers in order. ``backward``: for each form, the buckets in the order in which they were ready, and
     the seconds since the one before. ``buckets``: ``linear`` where factors are the whole gradient. ``factor_rows`` and
-    ``products``, per bucket: rows of its factors, and seconds of multiplying them out. ``update``: by dense gradients;
-    ``factored_update``: by factors of these rows, wherever they fit (0.0: not known). ``packed``, per bucket: what
-    packing leaves of its bytes, dense and as factors.
+    ``products``, per bucket: rows of its factors, and seconds of multiplying them out. ``update``: with dense
+    gradients; ``factored_update``: with factors of these rows, wherever they fit (0.0: not known). ``packed``, per
+    bucket: the share of its bytes that lossless compression leaves, dense and as factors.
     """
 
     rows: int
@@ -47,13 +47,13 @@ class Timeline:
     packed: tuple[tuple[float, float], ...] = ()
 
     def total(self, forms: Sequence[str]) -> float:
-        """Forward, backward and the update by one node's own rows."""
+        """Seconds of forward, backward and the update with one node's own rows."""
         backward = sum(dict(self.backward[form])[i] for i, form in enumerate(forms))
         own = {i: self.factor_rows[i] for i, form in enumerate(forms) if form == FACTORS}
         return sum(s for _, s in self.forward) + backward + self.updating(own)
 
     def updating(self, rows: Mapping[int, int]) -> float:
-        """Where these buckets come as factors of so many rows, of all nodes, and the others dense: `step_model`."""
+        """Seconds of an update with these buckets as factors of ``rows`` rows, of all nodes, and the others dense."""
         own = {i: self.factor_rows[i] for i in rows if self.factor_rows[i]}
         alone = sum(self.products[i] for i in own)
         if self.factored_update:
@@ -115,7 +115,7 @@ class Timeline:
 
 
 def _product_s(engine: contract.Engine, left: Tensor, right: Tensor) -> float:
-    """Seconds of adding left.T @ right to a gradient, by a part of it."""
+    """Seconds of adding left.T @ right to a gradient, measured on a part of it."""
     (rows, out_features), in_features = left.shape, right.shape[1]
     slab = max(1, min(out_features, TRIAL_FLOPS // max(1, 2 * rows * in_features)))
     into = torch.zeros(slab, in_features, dtype=right.dtype, device=right.device)
@@ -127,10 +127,10 @@ def _product_s(engine: contract.Engine, left: Tensor, right: Tensor) -> float:
 def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: int = 7) -> Timeline:
     """The medians of ``passes`` steps on ``batch``, by an engine of one process that was opened on ``model``.
 
-    The steps are real: the model is another one afterwards. Give it weights of its own.
+    The steps are real and change the model: pass a copy.
     """
     if isinstance(backward := getattr(engine, "backward", None), Backward):
-        backward.watch()  # alone, a node does not look at when its buckets are ready
+        backward.watch()  # the engine of a single node does not offer buckets early by itself
     forwards, dense, factors, updates, factored = [], [], [], [], []
     products: dict[int, list[float]] = {}
     forms = [DENSE] * len(engine.buckets)
@@ -142,13 +142,13 @@ def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: 
         updates.append(time.perf_counter() - start)
         forwards.append(forward)
         dense.append(backward)
-    rows, strays = list(outcome.vote.rows), set[int]()
+    rows, impure = list(outcome.vote.rows), set[int]()
     forms = [FACTORS if s.linear and s.fits(n) else DENSE for s, n in zip(engine.buckets, rows, strict=True)]
     for left in range(WARM_UP + passes, 0, -1):
         _, backward, outcome = _step(engine, model, batch, forms)
         factors.append(backward)
-        strays |= {i for i, stray in enumerate(outcome.vote.dense) if stray}
-        forms = [DENSE if i in strays else form for i, form in enumerate(forms)]  # as an exchange does from then on
+        impure |= {i for i, is_dense in enumerate(outcome.vote.dense) if is_dense}
+        forms = [DENSE if i in impure else form for i, form in enumerate(forms)]  # as an exchange does after a retry
         split = _packed(outcome) if left == 1 else {}
         start = time.perf_counter()
         engine.apply(Update.of(outcome, UpdateRule(1.0 / outcome.vote.weight, check=True)))
@@ -158,12 +158,12 @@ def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: 
                 products.setdefault(gradient.bucket.index, []).append(
                     _product_s(engine, gradient.output_grad, gradient.layer_input)
                 )
-    for i in strays:
+    for i in impure:
         rows[i], products[i] = 0, [0.0]
     return Timeline(
         round(outcome.vote.weight),
         str(engine.weights[0].dtype).removeprefix("torch."),
-        tuple(replace(bucket, linear=bucket.linear and bucket.index not in strays) for bucket in engine.buckets),
+        tuple(replace(bucket, linear=bucket.linear and bucket.index not in impure) for bucket in engine.buckets),
         _medians(forwards),
         {DENSE: _medians(dense), FACTORS: _medians(factors)},
         tuple(rows),
@@ -175,7 +175,7 @@ def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: 
 
 
 def _packed(outcome: StepOutcome) -> dict[int, float]:
-    """What packing leaves of each bucket, by a sample of it; 1.0 for what would not be packed."""
+    """The share of each bucket's bytes that packing leaves, on a sample of it; 1.0 where it would not be packed."""
     found = {}
     for gradient in outcome.gradients:
         sides = [side.reshape(-1) for side in gradient.parts]
@@ -191,7 +191,7 @@ def _packed(outcome: StepOutcome) -> dict[int, float]:
 def _step(
     engine: contract.Engine, model: torch.nn.Module, batch: Any, forms: Sequence[str]
 ) -> tuple[list[tuple[str, float]], list[tuple[int, float]], StepOutcome]:
-    """(seconds of each layer, seconds until each bucket after the one before, what an update needs)."""
+    """(seconds of each layer, seconds from each bucket to the next, the outcome for an update)."""
     layers: list[tuple[str, float]] = []
     ready: list[tuple[int, float]] = []
     gradients: list[Gradient] = []
@@ -211,14 +211,14 @@ def _step(
         for name, module in model.named_modules()
         if not list(module.children())
     ]
-    kept = engine.snapshot()
+    snapshot = engine.snapshot()
     lap()
     try:
         vote = engine.gradient(batch, 1.0, forms, offer)
     finally:
         for hook in hooks:
             hook.remove()
-        engine.rollback(kept)
+        engine.rollback(snapshot)
     return layers, ready, StepOutcome(Decision.COMMIT, sorted(gradients, key=lambda p: p.bucket.index), vote)
 
 

@@ -1,10 +1,10 @@
-"""Which cores each process of a node works on: whole physical cores, and neighbours on one NUMA node.
+"""CPU affinity of each process of a node: whole physical cores, and neighbours on one NUMA node.
 
-Affinity is narrowed for all threads of the process that have the mask it began with, and given back. A container may
-see all cores of a machine and use the time of a few: there are no more threads than these.
+The affinity of all threads that have the process's initial mask is narrowed, and restored at the end. A container may
+see all cores of a machine but have a CPU quota of fewer: threads are limited to the quota.
 
-Memory that a step frees stays with the process, for the next step. glibc gives it back and asks for it again, page by
-page: of a small convolutional net's step, that was a third. Only the heap is kept, and at most KEPT_BYTES of it unused.
+Heap memory that a step frees is kept for the next step. By default glibc returns it to the kernel and faults it in
+again, page by page, a third of a small convolutional network's step. At most KEPT_BYTES are kept unused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 def physical(cpus: set[int], root: Path = CPUS) -> list[list[int]]:
-    """The cpus of each physical core together, cores of one NUMA node side by side. Unknown: each its own core."""
+    """The CPUs of each physical core, cores of one NUMA node in sequence. Unknown topology: each CPU is a core."""
     cores: dict[tuple[int, int, int], list[int]] = {}
     for cpu in sorted(cpus):
         folder = root / f"cpu{cpu}"
@@ -32,19 +32,19 @@ def physical(cpus: set[int], root: Path = CPUS) -> list[list[int]]:
 
 
 def share(rank: int, size: int, cpus: set[int], root: Path = CPUS, allowed: int = 0) -> tuple[set[int], int]:
-    """(cpus of this one of ``size``, intra-op threads for them). With fewer cpus than processes each has all.
-    ``allowed``: by `cgroup_limits.cores`, to all of them."""
+    """(CPUs of process ``rank`` of ``size``, its intra-op threads). With fewer CPUs than processes each gets all.
+    ``allowed``: the quota of all processes together, by `cgroup_limits.cores`."""
     cores = physical(cpus, root)
     if len(cores) < size:
         cores = [[cpu] for core in cores for cpu in core]
     if len(cores) < size:
         return cpus, 1
-    mine = cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]
-    return {cpu for core in mine for cpu in core}, min(len(mine), max(1, allowed // size) if allowed else len(mine))
+    own = cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]
+    return {cpu for core in own for cpu in core}, min(len(own), max(1, allowed // size) if allowed else len(own))
 
 
 def move(source: set[int], target: set[int]) -> None:
-    """Every thread of this process that may run on exactly ``source`` may run on ``target`` from now on."""
+    """Sets the affinity of every thread of this process whose mask is exactly ``source`` to ``target``."""
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             if os.sched_getaffinity(int(task)) == source:
@@ -53,11 +53,11 @@ def move(source: set[int], target: set[int]) -> None:
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT_BYTES = 128 << 20
-LARGE_BYTES = 32 << 20  # the largest that glibc takes
+LARGE_BYTES = 32 << 20  # the maximum that glibc accepts
 
 
 def keep() -> bool:
-    """Whether the heap is kept from now on: on glibc, and where the user has not set it otherwise."""
+    """Keeps freed heap memory from now on. False without glibc, or where the user has set its malloc options."""
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
     if any(name in os.environ for name in names) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False

@@ -1,4 +1,4 @@
-"""What a container's limits leave of a machine, from cgroup v1 or v2. Sent to hosts as source: nothing but Python."""
+"""CPU limits of a container, from cgroup v1 or v2. Sent to hosts as source: imports the standard library alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def cores() -> int:
-    """Cores' worth of time that a container may use, rounded up; 0: any."""
+    """The container's CPU quota in cores, rounded up; 0: no limit."""
     found = []
     for folder in cgroups():
         quota, _, period = read(folder / "cpu.max").partition(" ")
@@ -18,7 +18,7 @@ def cores() -> int:
 
 
 def cgroups() -> list[Path]:
-    """From this process's own group up to the root: any of them may limit."""
+    """The folders of this process's cgroup and of its parents: each may set a limit."""
     folders = []
     for line in read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -30,7 +30,7 @@ def cgroups() -> list[Path]:
 
 
 def read(path: str | Path) -> str:
-    """Nothing where there is no such file."""
+    """The file's text; empty where there is no such file."""
     try:
         return Path(path).read_text().strip()
     except OSError:

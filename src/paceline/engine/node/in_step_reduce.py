@@ -1,11 +1,11 @@
-"""Small all-reduces in the middle of a step, over threads, processes and nodes: for synchronised batch norm.
+"""Small all-reduces within a step, over threads, processes and nodes: for synchronised batch norm.
 
     ThreadReduce  the replicas of one process, as threads
-    InStepReduce  the processes of a node by a socket to local rank 0, and the nodes by its link
+    InStepReduce  the processes of a node by sockets to local rank 0, and the nodes by its link
 
-At the start of a step each process reports whether it has rows. One without rows computes nothing: local rank 0 then
-only serves the others of its node, and a node without rows adds zeros until the others have ended. At the end the sums
-are sent to the processes that took no part.
+At the start of a step each process reports whether it has rows. A process without rows computes nothing: local rank 0
+then only serves the others of its node, and a node without rows adds zeros until the others have ended. At the end
+local rank 0 sends the sums to the processes without rows.
 
 *Cost*: one message each way per process and sum; one vote per step; over nodes one more message per sum in
 a step in which some node has no rows.
@@ -43,7 +43,7 @@ class InStepReduce:
         self.lane = link.lane("norm") if self.leads and link is not None and link.size > 1 else None
 
     def reopen(self, link: transport.Link | None) -> None:
-        """From the next step on over this link; what a broken step has left in the lines of the node is dropped."""
+        """Uses this link and new local sockets from the next step on: a failed step leaves messages in the old ones."""
         self._link(link)
         self._stale = True
 
@@ -65,7 +65,7 @@ class InStepReduce:
                 self._end(present)
         except BaseException as error:
             if self.local_group:
-                self.local_group.give_up(f"another process of this node gave up in the step: {error}")
+                self.local_group.give_up(f"another process of this node failed in the step: {error}")
             raise
 
     def _begin(self, present: bool) -> None:
@@ -76,11 +76,11 @@ class InStepReduce:
             self.local_group.failure_detector = detector
         self._stale = False
         rows = self.local_group.gather([float(present)], DOING) if self.local_group else [[float(present)]]
-        self._here = [rank for rank, (here,) in enumerate(rows) if here]
-        self._absent = [rank for rank, (here,) in enumerate(rows) if rank and not here]
+        self._present = [rank for rank, (has_rows,) in enumerate(rows) if has_rows]
+        self._absent = [rank for rank, (has_rows,) in enumerate(rows) if rank and not has_rows]
         self._sums: list[Tensor] = []
         if self.lane:
-            nodes = self.lane.sum(torch.tensor([float(bool(self._here))], dtype=torch.float64), DOING).wait()
+            nodes = self.lane.sum(torch.tensor([float(bool(self._present))], dtype=torch.float64), DOING).wait()
             self._all_nodes = float(nodes[0]) == self.lane.size
 
     @contextmanager
@@ -100,8 +100,8 @@ class InStepReduce:
             return whole
 
     def _serve(self, vector: Tensor | None) -> Tensor | None:
-        """One sum, sent to the processes of this node that take part; None when they have ended."""
-        local_group, peers = self.local_group, [rank for rank in self._here if rank]
+        """One sum, sent to the processes of this node that have rows; None when they have ended."""
+        local_group, peers = self.local_group, [rank for rank in self._present if rank]
         parts = [] if vector is None else [vector]
         for peer in peers:
             assert local_group
@@ -113,7 +113,7 @@ class InStepReduce:
             return None
         if len({len(part) for part in parts}) > 1:
             raise LocalGroupError(
-                "the processes of this node add up different things; their models took different paths"
+                "the processes of this node add up vectors of different lengths; their models took different paths"
             )
         whole = self._over_nodes(torch.stack(parts).sum(0) if len(parts) > 1 else parts[0].clone())
         for peer in peers:
@@ -125,7 +125,7 @@ class InStepReduce:
         return whole
 
     def _over_nodes(self, vector: Tensor | None) -> Tensor | None:
-        """The nodes' sum. Where a node has no rows, lengths go first: 0 says that this node has ended."""
+        """The sum over all nodes. Where a node has no rows, lengths are exchanged first: 0 means that it has ended."""
         if not self.lane:
             return vector
         longest = 0
@@ -142,7 +142,7 @@ class InStepReduce:
     def _end(self, present: bool) -> None:
         if not self.leads:
             assert self.local_group
-            if present and 0 not in self._here:
+            if present and 0 not in self._present:
                 self.local_group.send(0, b"e")
             while not present and self.local_group.peek(0) == b"n":
                 self.receive(_numbers(self.local_group.recv_long(0, b"n", DOING)))
@@ -150,11 +150,11 @@ class InStepReduce:
                 self.local_group.expect(0, b"e", DOING)
             return
         if not present:
-            while self._here and (vector := self._serve(None)) is not None:
+            while self._present and (vector := self._serve(None)) is not None:
                 self.receive(vector)
         if self.lane and not self._all_nodes:
             while (vector := self._over_nodes(None)) is not None:
-                if self._here:
+                if self._present:
                     raise LocalGroupError(
                         "batch_norm='sync': another node computes more batch-norm layers than this one"
                     )
@@ -183,7 +183,7 @@ class ThreadReduce:
         self.start(1)
 
     def start(self, num_threads: int) -> None:
-        """Before each step: how many threads have rows."""
+        """Call it before each step. ``num_threads``: those with rows."""
         self._parts: dict[int, Tensor] = {}
         self._barrier = threading.Barrier(max(1, num_threads), self._add)
 
@@ -192,7 +192,7 @@ class ThreadReduce:
         try:
             self._barrier.wait(TIMEOUT_S)
         except threading.BrokenBarrierError:
-            raise LocalGroupError("another replica gave up in the middle of the step") from None
+            raise LocalGroupError("another replica failed in the middle of the step") from None
         return self._whole
 
     def _add(self) -> None:

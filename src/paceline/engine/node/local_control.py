@@ -1,7 +1,7 @@
-"""Control messages of the processes of a node: local rank 0 speaks for the node, the others through it.
+"""Control messages of the processes of a node: local rank 0 communicates with other nodes, the others through it.
 
 FollowerControl    sends its messages to local rank 0, and receives those of all from it
-LeaderControl      exchanges the node's messages with other nodes; reports a failure with its next answer
+LeaderControl      exchanges the node's messages with other nodes; reports membership changes with its next message
 """
 
 from __future__ import annotations
@@ -15,50 +15,50 @@ import torch
 from torch import Tensor
 
 from paceline import transport
-from paceline.engine.node.local_exchange import LocalFollower, LocalLeader, letters
+from paceline.engine.node.local_exchange import LocalFollower, LocalLeader, encoded
 from paceline.engine.node.local_group import LocalGroupError
 from paceline.errors import LinkError
 from paceline.messages import StepOutcome, Tally, Target, Vote, pack_frames, unpack_frames
 from paceline.transport import Joiner, ViewChange
 
 HANDING, ADDING, GATHERING, SPREADING, TAKING = (
-    "handing on",
+    "broadcasting within the node",
     "adding up",
     "gathering messages",
-    "spreading",
-    "taking in",
+    "broadcasting tensors",
+    "admitting nodes",
 )
 AVERAGING, DUE = "averaging", b"due"
 
 
 class LeaderControl(transport.Control):
-    """Local rank 0's. ``relay``: whose forms the other processes are sent after a failure."""
+    """Local rank 0's. ``relay``: its forms are sent to the other processes after a membership change."""
 
     def __init__(self, control: transport.Control, relay: LocalLeader):
         self.control, self.relay, self.local_group = control, relay, relay.local_group
         self.tolerates_loss = control.tolerates_loss
-        self._news: list[bytes] = []  # of failures, not yet sent to the other processes
+        self._changes: list[bytes] = []  # membership changes that the other processes do not know of yet
         control.on_view_change = self._note
-        self._say_place()
+        self._share_place()
 
     rank: int = property(attrgetter("control.rank"))  # type: ignore[assignment]
     size: int = property(attrgetter("control.size"))  # type: ignore[assignment]
     generation: int = property(attrgetter("control.generation"))  # type: ignore[assignment]
     num_view_changes: int = property(attrgetter("control.num_view_changes"))  # type: ignore[assignment]
 
-    def _say_place(self) -> None:
+    def _share_place(self) -> None:
         self.node_broadcast(json.dumps([self.rank, self.size, self.generation]).encode())
 
-    def _note(self, news: ViewChange) -> None:
-        self._news.append(news.pack())
+    def _note(self, change: ViewChange) -> None:
+        self._changes.append(change.pack())
         if self.on_view_change:
-            self.on_view_change(news)
+            self.on_view_change(change)
 
-    def _with_news(self, body: bytes) -> bytes:
-        """After a failure with the forms as well, which may have changed."""
-        forms = letters(self.relay.renew_forms()) if self._news and not self.relay.alone else b""
-        news, self._news = pack_frames(self._news), []
-        return pack_frames([news, struct.pack("<I", self.num_view_changes), forms, body])
+    def _with_changes(self, body: bytes) -> bytes:
+        """The body with pending membership changes, after which the forms are sent, too: they may have changed."""
+        forms = encoded(self.relay.renew_forms()) if self._changes and not self.relay.alone else b""
+        changes, self._changes = pack_frames(self._changes), []
+        return pack_frames([changes, struct.pack("<I", self.num_view_changes), forms, body])
 
     def commit(self, vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
         try:
@@ -87,11 +87,11 @@ class LeaderControl(transport.Control):
         except LinkError as error:
             self.local_group.broadcast_error(error)
             raise
-        self.local_group.all_gather_bytes(self._with_news(b"" if result is None else DUE), AVERAGING)
+        self.local_group.all_gather_bytes(self._with_changes(b"" if result is None else DUE), AVERAGING)
         return result
 
     def _pass_on(self, outcome: StepOutcome) -> None:
-        message = self._with_news(self.relay.settle(outcome))
+        message = self._with_changes(self.relay.settle(outcome))
         for peer in self.local_group.lines:
             self.local_group.send(peer, b"v", message)
         self.relay.share_forms()
@@ -99,20 +99,20 @@ class LeaderControl(transport.Control):
     def all_reduce(self, values: Sequence[float]) -> list[float]:
         node = [sum(column) for column in zip(*self.local_group.gather(values, ADDING), strict=True)]
         whole = self.control.all_reduce(node)
-        self.local_group.all_gather_bytes(self._with_news(b""), ADDING)
+        self.local_group.all_gather_bytes(self._with_changes(b""), ADDING)
         return self.local_group.gather(whole, ADDING)[0]
 
     def all_gather(self, *messages: bytes) -> list[bytes]:
         parts = self.local_group.all_gather_bytes(pack_frames(messages), GATHERING)
         whole = self.control.all_gather(*(each for part in parts for each in unpack_frames(part)))
-        self.local_group.all_gather_bytes(self._with_news(pack_frames(whole)), GATHERING)
+        self.local_group.all_gather_bytes(self._with_changes(pack_frames(whole)), GATHERING)
         return whole
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         self.control.broadcast(tensors)
-        flats = [each.detach().contiguous().reshape(-1) for each in self.relay.apart(tensors)]
+        flats = [each.detach().contiguous().reshape(-1) for each in self.relay.not_shared(tensors)]
         parts = [each.view(torch.uint8).numpy().tobytes() for each in flats]
-        self.local_group.all_gather_bytes(self._with_news(b"".join(parts)), SPREADING)
+        self.local_group.all_gather_bytes(self._with_changes(b"".join(parts)), SPREADING)
         self.local_group.barrier(SPREADING)
 
     def node_broadcast(self, message: bytes | bytearray) -> bytes:
@@ -124,17 +124,17 @@ class LeaderControl(transport.Control):
         except LinkError as error:
             self.local_group.broadcast_error(error)
             raise
-        self.local_group.all_gather_bytes(self._with_news(b""), TAKING)
+        self.local_group.all_gather_bytes(self._with_changes(b""), TAKING)
         self.relay.renew_forms()
         self.relay.share_forms()
 
     def enter(self) -> None:
         self.control.enter()
-        self._say_place()
+        self._share_place()
 
 
 class FollowerControl(transport.Control):
-    """Another local rank's: all it knows comes from local rank 0."""
+    """Another local rank's: it communicates with local rank 0 alone."""
 
     def __init__(self, control: transport.Control, relay: LocalFollower):
         self.relay, self.local_group, self.tolerates_loss = relay, relay.local_group, control.tolerates_loss
@@ -144,11 +144,11 @@ class FollowerControl(transport.Control):
         self.rank, self.size, self.generation = json.loads(self.node_broadcast(b""))
 
     def _read(self, message: bytes) -> bytes:
-        news, regroups, forms, body = unpack_frames(message)
-        (self.num_view_changes,) = struct.unpack("<I", regroups)
+        changes, num_changes, forms, body = unpack_frames(message)
+        (self.num_view_changes,) = struct.unpack("<I", num_changes)
         if forms:
             self.relay.read_forms(forms)
-        for each in map(ViewChange.unpack, unpack_frames(news)):
+        for each in map(ViewChange.unpack, unpack_frames(changes)):
             self.size, self.generation = len(each.previous_ranks) + len(each.joined), each.generation
             self.rank = each.previous_ranks.index(self.rank)
             if self.on_view_change:
@@ -160,7 +160,7 @@ class FollowerControl(transport.Control):
         return self.relay.read_outcome(self._read(self.local_group.expect(0, b"v", "agreeing on the step")))
 
     def recover(self, error: LinkError) -> StepOutcome:
-        """Local rank 0 knows of it, or will: it is sent that this process has no vote."""
+        """Sends local rank 0 a vote against the step; it detects the failure itself."""
         if not self.tolerates_loss:
             raise error
         return self.commit(Vote(ok=False), self.relay.finish)
@@ -179,13 +179,13 @@ class FollowerControl(transport.Control):
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         body, start = bytearray(self._read(self.local_group.all_gather_bytes(b"", SPREADING)[0])), 0
-        apart = self.relay.apart(tensors)
-        if (own := sum(each.numel() * each.itemsize for each in apart)) != len(body):
+        not_shared = self.relay.not_shared(tensors)
+        if (own := sum(each.numel() * each.itemsize for each in not_shared)) != len(body):
             raise ValueError(
                 f"local rank 0 has {len(body)} bytes of buffers and this process {own}; buffers keep number, shape and "
                 f"type in all processes of a node: register them before join()"
             )
-        for tensor in apart:
+        for tensor in not_shared:
             num_bytes = tensor.numel() * tensor.itemsize
             new = torch.frombuffer(body, dtype=torch.uint8, count=num_bytes, offset=start).clone()
             tensor.detach().copy_(new.view(tensor.dtype).view(tensor.shape))

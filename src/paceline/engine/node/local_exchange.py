@@ -1,10 +1,10 @@
-"""Gradient synchronisation within a node: local rank 0 has the real exchange, the other processes go through it.
+"""Gradient synchronisation within a node: local rank 0 has the real exchange, which the other processes use through it.
 
-    LocalFollower  gradients into its place; decision, forms and row counts from the leader
-    LocalLeader    waits for each process's part of a bucket, offers the node's gradient to the real exchange,
+    LocalFollower  writes gradients to its shared memory; receives decision, forms and row counts from the leader
+    LocalLeader    waits for each process's part of a bucket, passes the node's gradient to the real exchange,
                    merges the votes into the node's, and sends the outcome (`local_control`)
 
-Where there is no other node, nothing is offered: each process adds up its own rows in the update.
+With a single node the real exchange is not used: each process adds up its own rows in the update.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from paceline.messages import DENSE, FACTORS, Bucket, Decision, Gradient, StepOu
 
 
 class _Relay(contract.Exchange):
-    """What both kinds share: the forms, and places for the sums. ``keeps``: a step may be computed again, so that its
-    gradients stay as they are."""
+    """Common to both: the forms, and shared memory for the sums. ``keeps``: a step may be retried, so its gradients
+    must not be overwritten."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class _Relay(contract.Exchange):
         return self._forms
 
     def _put(self, gradient: Gradient) -> int:
-        """Into this process's place; the number of rows, or -1. Rows that do not fit are voted dense."""
+        """Writes to shared memory; the rows of factors, or -1 for dense. The vote reports factors that do not fit."""
         if gradient.output_grad is not None and not gradient.bucket.fits(len(gradient.output_grad)):
             self._overflow.add(gradient.bucket.index)
             return 0
@@ -64,8 +64,8 @@ class _Relay(contract.Exchange):
         self._overflow = set()
         return vote
 
-    def apart(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Those of which each process of the node has its own."""
+    def not_shared(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those of which each process of the node has its own copy."""
         return [each for each in tensors if not self.places.hold(each)]
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> messages.CommCost:
@@ -73,23 +73,23 @@ class _Relay(contract.Exchange):
 
 
 class LocalLeader(_Relay):
-    """Local rank 0's exchange: collects the gradients of the node's processes, and passes on what was agreed."""
+    """Local rank 0's exchange: collects the gradients of the node's processes, and sends them the outcome."""
 
     def _begin(self) -> None:
-        if self.alone:  # measured: few rows in shared memory beat k whole gradients there, whatever the optimizer
+        if self.alone:  # measured: factors of few rows are faster there than k dense gradients, for any optimizer
             self._forms = [FACTORS if bucket.linear else DENSE for bucket in self.buckets]
         else:
             self._forms = list(self.exchange.forms())
         self.share_forms()
-        self._inbox: _GradientCollector | None = None
+        self._collector: _GradientCollector | None = None
         self._votes: list[Vote] = []
 
     def share_forms(self) -> None:
         for peer in self.local_group.lines:
-            self.local_group.send(peer, b"f", letters(self._forms))
+            self.local_group.send(peer, b"f", encoded(self._forms))
 
     def renew_forms(self) -> list[str]:
-        """Those of the exchange, after it may have changed them."""
+        """Reads the forms from the exchange again, which may have changed them."""
         if not self.alone:
             self._forms = list(self.exchange.forms())
         return self._forms
@@ -99,21 +99,21 @@ class LocalLeader(_Relay):
 
     def begin(self) -> None:
         self.exchange.begin()
-        self._inbox = _GradientCollector(self)
+        self._collector = _GradientCollector(self)
 
     def put(self, gradient: Gradient) -> None:
-        assert self._inbox
+        assert self._collector
         num_rows = self._put(gradient)
         if not self.alone:
-            self._inbox.mark(0, gradient.bucket.index, num_rows)
+            self._collector.note(0, gradient.bucket.index, num_rows)
 
-    def node_piece(self, bucket: Bucket, rows: Sequence[int]) -> Gradient:
-        """The sum over the node's processes, in local rank order; factors are lined up, not added."""
+    def node_gradient(self, bucket: Bucket, rows: Sequence[int]) -> Gradient:
+        """The sum over the node's processes, in local rank order; factors are concatenated, not added."""
         size = self.local_group.size
         if self._forms[bucket.index] == DENSE:
             flat = self.places.flat(bucket)
             if self.keeps:
-                flat = flat.clone()  # a broken sum may still write into it while the step is computed again
+                flat = flat.clone()  # a failed all-reduce may still write into it while the step is retried
             for local_rank in range(1, size):
                 flat += self.places.flat(bucket, local_rank)
             return Gradient(bucket, flat=flat)
@@ -122,9 +122,9 @@ class LocalLeader(_Relay):
         return Gradient(bucket, output_grad=left, layer_input=right)
 
     def collect(self, vote: Vote) -> Vote:
-        assert self._inbox
+        assert self._collector
         with self.local_group.failure_detector.activity.at("waiting for the other processes of this node"):
-            self._votes = [self._vote(vote), *self._inbox.finish()]
+            self._votes = [self._vote(vote), *self._collector.finish()]
         merged = Vote.merge(self._votes)
         return merged if self.alone else self.exchange.collect(merged)
 
@@ -132,12 +132,12 @@ class LocalLeader(_Relay):
         return self._alone(tally.vote) if self.alone else self.exchange.finish(tally)
 
     def end(self) -> None:
-        """The other processes have ended their step, or broken it off as well."""
-        assert self._inbox
-        self._inbox.finish()
+        """Waits until the other processes have ended or aborted their step."""
+        assert self._collector
+        self._collector.finish()
 
     def _alone(self, merged: Vote) -> StepOutcome:
-        """No other node: factors wherever all rows fit in place of the gradient, else dense."""
+        """With a single node: factors where all rows fit in the gradient's memory, else dense."""
         failed = [
             self._forms[bucket.index] == FACTORS
             and (bool(merged.dense[bucket.index]) or not bucket.fits(merged.rows[bucket.index]))
@@ -149,13 +149,13 @@ class LocalLeader(_Relay):
         gradients = [
             self.places.read_result(bucket, -1)
             if self._forms[bucket.index] == DENSE
-            else self.node_piece(bucket, [vote.rows[bucket.index] for vote in self._votes])
+            else self.node_gradient(bucket, [vote.rows[bucket.index] for vote in self._votes])
             for bucket in self.buckets
         ]
         return StepOutcome(Decision.COMMIT, gradients, merged)
 
     def settle(self, outcome: StepOutcome) -> bytes:
-        """Gradients to where all can read them; the decision and the row counts, as the others are sent them."""
+        """Writes the gradients to shared memory; returns the message with the decision and the row counts."""
         settled = [self.places.publish(gradient) for gradient in outcome.gradients]
         outcome.gradients = [gradient for gradient, _ in settled]
         rows = [num_rows for _, num_rows in settled]
@@ -191,14 +191,14 @@ class LocalLeader(_Relay):
 
 
 class LocalFollower(_Relay):
-    """Another local rank's exchange: all it knows comes from local rank 0."""
+    """Another local rank's exchange: it communicates with local rank 0 alone."""
 
     def _begin(self) -> None:
         self.read_forms()
 
     def read_forms(self, message: bytes | None = None) -> None:
-        message = self.local_group.expect(0, b"f", "learning the forms") if message is None else message
-        self._forms = [FACTORS if letter == "f" else DENSE for letter in message.decode()]
+        message = self.local_group.expect(0, b"f", "receiving the forms") if message is None else message
+        self._forms = [FACTORS if initial == "f" else DENSE for initial in message.decode()]
 
     def put(self, gradient: Gradient) -> None:
         num_rows = self._put(gradient)
@@ -209,7 +209,7 @@ class LocalFollower(_Relay):
         return self._vote(vote)
 
     def read_outcome(self, body: bytes) -> StepOutcome:
-        """What `LocalLeader.settle` sent."""
+        """Unpacks the message of `LocalLeader.settle`."""
         drift, length = bool(body[0]), body[1]
         decision = Decision(body[2 : 2 + length].decode())
         (count,) = struct.unpack_from("<I", body, 2 + length)
@@ -228,12 +228,12 @@ class LocalFollower(_Relay):
         self.read_forms()
 
 
-def letters(forms: Sequence[str]) -> bytes:
+def encoded(forms: Sequence[str]) -> bytes:
     return "".join(form[0] for form in forms).encode()
 
 
 class _GradientCollector:
-    """Collects the other processes' messages of one step, and sends each gradient of the node once it is whole."""
+    """Collects the other processes' messages of one step; passes each complete bucket to the exchange."""
 
     def __init__(self, leader: LocalLeader):
         self.leader, self.buckets, self.size = leader, leader.buckets, leader.local_group.size
@@ -246,12 +246,12 @@ class _GradientCollector:
             self.thread = threading.Thread(target=self._run, name="paceline inbox", daemon=True)
             self.thread.start()
 
-    def mark(self, local_rank: int, index: int, num_rows: int) -> None:
+    def note(self, local_rank: int, index: int, num_rows: int) -> None:
         with self.lock:
             self.rows[index][local_rank] = num_rows
             if len(self.rows[index]) == self.size:
                 rows = [self.rows[index][r] for r in range(self.size)]
-                self.leader.exchange.put(self.leader.node_piece(self.buckets[index], rows))
+                self.leader.exchange.put(self.leader.node_gradient(self.buckets[index], rows))
 
     def _run(self) -> None:
         try:
@@ -261,23 +261,23 @@ class _GradientCollector:
 
     def _collect(self) -> None:
         local_group = self.leader.local_group
-        with selectors.DefaultSelector() as eyes:
+        with selectors.DefaultSelector() as selector:
             for peer, line in local_group.lines.items():
-                eyes.register(line, selectors.EVENT_READ, peer)
+                selector.register(line, selectors.EVENT_READ, peer)
             received_s = time.monotonic()
             while len(self.votes) < self.size - 1:
-                ready = eyes.select(POLL_S)
+                ready = selector.select(POLL_S)
                 for peer in () if ready else set(local_group.lines) - set(self.votes):
-                    local_group.doubt(peer, "computing the step", time.monotonic() - received_s)
+                    local_group.check_peer(peer, "computing the step", time.monotonic() - received_s)
                 for key, _ in ready:
                     received_s = time.monotonic()
                     kind, body = local_group.recv(key.data, "computing the step")
                     if kind == b"p":
-                        self.mark(key.data, *struct.unpack("<Ii", body))
+                        self.note(key.data, *struct.unpack("<Ii", body))
                     else:
                         local_group.check(key.data, kind, b"v", "computing the step")
                         self.votes[key.data] = Vote.unpack(body)
-                        eyes.unregister(key.fileobj)
+                        selector.unregister(key.fileobj)
 
     def finish(self) -> list[Vote]:
         """The others' votes, in local rank order."""

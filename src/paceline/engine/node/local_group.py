@@ -1,8 +1,8 @@
-"""The processes of one node: a private socket each to local rank 0, and memory shared by all.
+"""The processes of one node: a private socket from each to local rank 0, and memory shared by all.
 
-The rendezvous is a Linux abstract socket, the memory an anonymous file passed over it: neither has a name on disk, so
-nothing is left when any process is killed. A closed socket reports a failure. A process that is waited for may compute
-for long; if it is stopped, that is reported at once.
+They meet at a Linux abstract socket, and the memory is an anonymous file passed over it: neither has a name on disk, so
+nothing is left when a process is killed. A closed socket reports a failure. A process may compute for long while others
+wait for it; if it is stopped (SIGSTOP), that is logged at once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from paceline.report.activity import Activity
 from paceline.transport import Waits
 
 TIMEOUT_S = 1800.0  # for a process that computes
-POLL_S = 1.0  # between two looks at one that is waited for
+POLL_S = 1.0  # between two checks of a process that is waited for
 MESSAGE_BYTES = 1 << 17  # one packet; votes and outcomes are far smaller
 
 HELLO = struct.Struct("<II")  # local rank, local size
-END, RESUME = ENDS = b"E", b"R"  # why all processes of the node end; with RESUME the run resumes from a checkpoint
+END, RESUME = ENDS = b"E", b"R"  # errors that end all processes of the node; after RESUME the run may be resumed
 KINDS = {
     b"b": "a barrier",
     b"f": "the forms of buckets",
@@ -44,7 +44,7 @@ KINDS = {
 
 
 class LocalGroupError(LinkError):
-    """Another process of this node ended, or reported why it must."""
+    """Another process of this node ended, or reported an error that ends the node."""
 
 
 class LocalGroup:
@@ -63,7 +63,7 @@ class LocalGroup:
                 self._gather(address, end)
             else:
                 self._reach(address, end)
-            self._welcome()
+            self._confirm()
         except BaseException:
             self.close()
             raise
@@ -91,7 +91,7 @@ class LocalGroup:
                     line, _ = server.accept()
                 except TimeoutError:
                     missing = sorted(set(range(1, self.size)) - set(self.lines))
-                    raise self._lost(
+                    raise self._failed(
                         f"local rank 0 of {self.size} waited {self._join_s:.0f} s for local ranks {missing}; were all "
                         f"started, with the same MASTER_PORT? Where some need longer, give all "
                         f"PACELINE_RENDEZVOUS_TIMEOUT_S"
@@ -99,7 +99,7 @@ class LocalGroup:
                 self._admit(line)
 
     def _admit(self, line: socket.socket) -> None:
-        """Another user may not join, nor a connection that does not identify itself."""
+        """Refuses connections of other users, and those that do not identify themselves."""
         line.settimeout(2.0)
         try:
             hello = line.recv(HELLO.size + 2)
@@ -109,18 +109,18 @@ class LocalGroup:
             line.close()
             return
         rank, size = HELLO.unpack_from(hello, 1)
-        wrong = None
+        fault = None
         if size != self.size:
-            wrong = f"a process of this node says LOCAL_WORLD_SIZE={size}, local rank 0 says {self.size}"
+            fault = f"a process of this node says LOCAL_WORLD_SIZE={size}, local rank 0 says {self.size}"
         elif not 0 < rank < self.size:
-            wrong = f"a process of this node says it is local rank {rank} of {size}; they count from 0 to {size - 1}"
+            fault = f"a process of this node says it is local rank {rank} of {size}; they count from 0 to {size - 1}"
         elif rank in self.lines:
-            wrong = f"two processes of this node say they are local rank {rank}"
-        if wrong:
+            fault = f"two processes of this node say they are local rank {rank}"
+        if fault:
             with contextlib.suppress(OSError):
-                line.send(END + wrong.encode())
+                line.send(END + fault.encode())
             line.close()
-            raise self._lost(f"{wrong}; start each with the same LOCAL_WORLD_SIZE and a LOCAL_RANK of its own")
+            raise self._failed(f"{fault}; start each with the same LOCAL_WORLD_SIZE and a LOCAL_RANK of its own")
         self.lines[rank], self.pids[rank] = line, other_end(line)[0]
 
     def _reach(self, address: str, end: float) -> None:
@@ -147,8 +147,8 @@ class LocalGroup:
         self.lines[0], self.pids[0] = line, other_end(line)[0]
         self.send(0, b"h", HELLO.pack(self.rank, self.size))
 
-    def _welcome(self) -> None:
-        """All are here and the socket is closed: only now may any continue, or a next join would meet this one."""
+    def _confirm(self) -> None:
+        """Processes continue only when all have joined and the socket is closed: a later join could reach it."""
         if self.rank == 0:
             for peer in self.lines:
                 self.send(peer, b"h")
@@ -158,17 +158,17 @@ class LocalGroup:
 
     def send(self, peer: int, kind: bytes, body: bytes = b"") -> None:
         try:
-            self._patiently(peer, f"sending {KINDS.get(kind, repr(kind))}", lambda: self.lines[peer].send(kind + body))
+            self._retry(peer, f"sending {KINDS.get(kind, repr(kind))}", lambda: self.lines[peer].send(kind + body))
         except LocalGroupError:
             raise
         except OSError as error:
-            left = isinstance(error, BrokenPipeError)
-            reason = "it has ended, or left its loop before the others" if left else str(error)
+            ended = isinstance(error, BrokenPipeError)
+            reason = "it has ended, or left its loop before the others" if ended else str(error)
             why = f"local rank {self.rank} lost local rank {peer} of this node: {reason}"
-            raise self._lost(self._last_message(peer) or why) from None
+            raise self._failed(self._last_message(peer) or why) from None
 
     def recv(self, peer: int, doing: str) -> tuple[bytes, bytes]:
-        """(kind, body). Raises LocalGroupError when the other end died, gave up, or says nothing for TIMEOUT_S."""
+        """(kind, body). Raises LocalGroupError when the peer has failed, or sends nothing for TIMEOUT_S."""
         kind, body, _ = self._recv(peer, doing, 0)
         return kind, body
 
@@ -176,40 +176,40 @@ class LocalGroup:
         try:
             line = self.lines[peer]
             receive = lambda: socket.recv_fds(line, MESSAGE_BYTES, num_files)  # noqa: E731
-            message, files, _, _ = self._patiently(peer, doing, receive)
+            message, files, _, _ = self._retry(peer, doing, receive)
         except LocalGroupError:
             raise
         except OSError as error:
             message, files, why = b"", [], str(error)
             if isinstance(error, ConnectionResetError) and (reason := self._last_message(peer)):
-                raise self._lost(reason) from None
+                raise self._failed(reason) from None
         else:
             why = "its process ended"
         if not message:
-            raise self._lost(f"local rank {self.rank} lost local rank {peer} of this node while {doing}: {why}")
+            raise self._failed(f"local rank {self.rank} lost local rank {peer} of this node while {doing}: {why}")
         if message[:1] in ENDS:
             raise LocalGroupError(message[1:].decode(), resumes=message[:1] == RESUME)
         return message[:1], message[1:], files
 
-    def _patiently(self, peer: int, doing: str, act: Callable[[], Any]) -> Any:
-        """``act``, which gives up after a glance, until it succeeds. Raises what it raises, and LocalGroupError."""
+    def _retry(self, peer: int, doing: str, operation: Callable[[], Any]) -> Any:
+        """Repeats ``operation`` while it times out, after POLL_S each. Raises its other errors, and LocalGroupError."""
         with contextlib.suppress(TimeoutError):
-            return act()
+            return operation()
         start = time.monotonic()
         text = f"{doing}: waiting for local rank {peer} of this node, pid {self.pids[peer]}"
         with self.failure_detector.activity.at(text):
             while True:
-                self.doubt(peer, doing, time.monotonic() - start)
+                self.check_peer(peer, doing, time.monotonic() - start)
                 with contextlib.suppress(TimeoutError):
-                    return act()
+                    return operation()
 
-    def doubt(self, peer: int, doing: str, waited_s: float) -> None:
-        """While ``peer`` is waited for. Raises LocalGroupError where that has become pointless."""
-        if why := self.failure_detector.about(peer, doing, waited_s):
-            raise self._lost(f"local rank {self.rank} lost local rank {peer} of this node while {doing}: {why}")
+    def check_peer(self, peer: int, doing: str, waited_s: float) -> None:
+        """Raises LocalGroupError where ``peer``, for which this process waits, has failed."""
+        if why := self.failure_detector.failure(peer, doing, waited_s):
+            raise self._failed(f"local rank {self.rank} lost local rank {peer} of this node while {doing}: {why}")
 
     def _last_message(self, peer: int) -> str:
-        """Why the other end gave up, if it reported that: a reset comes before its message."""
+        """The error that the peer sent before it closed the connection, if any: a reset arrives before that message."""
         line = self.lines[peer]
         line.settimeout(1.0)
         with contextlib.suppress(OSError):
@@ -224,15 +224,15 @@ class LocalGroup:
         return body
 
     def check(self, peer: int, got: bytes, kind: bytes, doing: str) -> None:
-        """Raises LocalGroupError when another process of this node is doing something else."""
+        """Raises LocalGroupError when another process of this node has sent a message of another kind."""
         if got != kind:
-            raise self._lost(
+            raise self._failed(
                 f"local rank {self.rank} is {doing}, local rank {peer} is at {KINDS.get(got, repr(got))}: every "
                 f"process of a node must make the same calls in one order (step, evaluate, save, optimizer.state_dict)"
             )
 
     def barrier(self, doing: str) -> None:
-        """No process passes before all have come."""
+        """Returns when all processes have called it."""
         if self.rank == 0:
             for peer in self.lines:
                 self.expect(peer, b"b", doing)
@@ -243,7 +243,7 @@ class LocalGroup:
             self.expect(0, b"b", doing)
 
     def gather(self, values: Sequence[float], doing: str) -> list[list[float]]:
-        """Each process's numbers, in local rank order, to all."""
+        """An all-gather of numbers, in local rank order."""
         shape = f"<{len(values)}d"
         if self.rank:
             self.send(0, b"g", struct.pack(shape, *values))
@@ -256,7 +256,7 @@ class LocalGroup:
         return rows
 
     def all_gather_bytes(self, body: bytes, doing: str) -> list[bytes]:
-        """Each process's bytes, of any length, in local rank order, to all."""
+        """An all-gather of bytes of any length, in local rank order."""
         if self.rank:
             self.send_long(0, body, b"s")
             return [self.recv_long(0, b"s", doing) for _ in range(self.size)]
@@ -280,18 +280,18 @@ class LocalGroup:
         return b"".join(parts)
 
     def peek(self, peer: int) -> bytes:
-        """The kind of the message that comes next; empty if none can come any more, which `recv` will explain."""
+        """The kind of the next message; empty if none can arrive any more: then `recv` raises the error."""
         with contextlib.suppress(OSError):
-            return bytes(self._patiently(peer, "hearing it", lambda: self.lines[peer].recv(1, socket.MSG_PEEK)))
+            return bytes(self._retry(peer, "receiving", lambda: self.lines[peer].recv(1, socket.MSG_PEEK)))
         return b""
 
-    def _lost(self, why: str) -> LocalGroupError:
+    def _failed(self, why: str) -> LocalGroupError:
         error = LocalGroupError(why)
         self.broadcast_error(error)
         return error
 
     def broadcast_error(self, error: BaseException) -> None:
-        """Local rank 0 reports to the others why it must end, so that they end with the same message."""
+        """Local rank 0 sends its error to the others, so that they end with the same message."""
         if self.rank == 0:
             self.give_up(str(error), RESUME if getattr(error, "resumes", False) else END)
 
@@ -302,7 +302,7 @@ class LocalGroup:
                 line.send(kind + why.encode()[: MESSAGE_BYTES - 1])
 
     def shared_memory(self, num_bytes: int) -> memoryview:
-        """Memory that all see, zero, and real only where written."""
+        """Memory shared by all processes, zero at first; pages are allocated when they are written."""
         if self.rank == 0:
             file = os.memfd_create(f"paceline-{self.name}", os.MFD_CLOEXEC)
             os.ftruncate(file, max(num_bytes, 1))
@@ -310,7 +310,7 @@ class LocalGroup:
                 try:
                     socket.send_fds(line, [b"m"], [file])
                 except OSError as error:
-                    raise self._lost(f"local rank 0 lost local rank {peer} of this node ({error})") from None
+                    raise self._failed(f"local rank 0 lost local rank {peer} of this node ({error})") from None
         else:
             got, _, files = self._recv(0, "sharing memory", 1)
             self.check(0, got, b"m", "sharing memory")
@@ -325,23 +325,23 @@ class LocalGroup:
 
 
 class LocalFailureDetector:
-    """Of the process ``rank`` of a node, whose others have the process ids ``pids``. ``tells``: of long waits."""
+    """For the local rank ``rank``; ``pids``: of the other local ranks. ``reports``: it logs long waits."""
 
     def __init__(self, rank: int, pids: dict[int, int], patience_s: float):
         self.rank, self.pids, self.patience_s = rank, pids, patience_s
-        self.tells = rank == 0
+        self.reports = rank == 0
         self.activity: Waits = Activity()
-        self._stopped: dict[int, float] = {}  # since when
-        self._late: dict[int, float] = {}  # since when those were waited for whose waits were reported
+        self._stopped: dict[int, float] = {}  # when each was first seen stopped
+        self._late: dict[int, float] = {}  # when a long wait for each was last logged
 
-    def about(self, peer: int, doing: str, waited_s: float) -> str:
-        """Why nothing can be hoped for any more from ``peer``, which has been waited for; empty where something can."""
+    def failure(self, peer: int, doing: str, waited_s: float) -> str:
+        """The reason why ``peer`` counts as failed after this wait; empty where it does not."""
         now, pid, limit_s = time.monotonic(), self.pids[peer], self.activity.limit_s
         if waited_s > self.patience_s:
-            return f"it said nothing for {waited_s:.0f} s"
+            return f"it sent nothing for {waited_s:.0f} s"
         if (seen := state(pid)) != "T":
             self._stopped.pop(peer, None)
-            if self.tells and waited_s > limit_s and self._late.get(peer, -math.inf) < now - waited_s:
+            if self.reports and waited_s > limit_s and self._late.get(peer, -math.inf) < now - waited_s:
                 self._late[peer] = now
                 self.activity.notice(
                     f"local rank {self.rank} on {self.activity.host} at step {self.activity.step} has waited "
@@ -353,14 +353,14 @@ class LocalFailureDetector:
             self._stopped[peer] = now
             self.activity.notice(
                 f"local rank {self.rank} on {self.activity.host} waits, {doing}, for local rank {peer}, which is "
-                f"stopped (state T); kill -CONT {pid} lets it go on, and after {limit_s:.0f} s this node fails"
+                f"stopped (state T); kill -CONT {pid} resumes it, and after {limit_s:.0f} s this node fails"
             )
         stopped_s = now - self._stopped[peer]
         return f"its process {pid} has been stopped (state T) for {stopped_s:.0f} s" if stopped_s > limit_s else ""
 
 
 def state(pid: int) -> str:
-    """R, S, T and so on, as the kernel calls it; empty where it does not tell."""
+    """The kernel's process state (R, S, T, ...); empty where it cannot be read."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""

@@ -5,9 +5,9 @@
     whole tensors    any other optimizer (Muon, Adafactor, LARS, a user's own): every weight has one owner,
                      balanced by size; a trial on small tensors must show that tensors do not depend on each other
 
-The parts take the parameters' place in the optimizer's groups, whose number and order stay the user's.
+The parts replace the parameters in the optimizer's groups; the number and order of the groups do not change.
 
-*Laws*: the gathered state is that of one process; loading it gives the same steps.
+*Invariants*: the gathered state is that of one process; loading it gives the same steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.engine.node.shared_memory import LINE_BYTES, tensor_at
 from paceline.messages import RowRange
 from paceline.registry import THREADS
 
-# torch.optim's optimizers of which any slice of a weight may be updated by itself
+# torch.optim's optimizers that may update any slice of a weight by itself
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
 SLICES = "slices"
 ALL = (0, 0)
@@ -38,13 +38,13 @@ Part = tuple[str, slice, torch.nn.Parameter]  # name, rows, the part as the opti
 
 
 def division(optimizer: torch.optim.Optimizer) -> str:
-    """How processes divide its work: any rows of a weight, or nothing smaller than a weight."""
+    """The unit in which processes divide its work: any rows of a weight, or whole weights."""
     kind = type(optimizer)
     return SLICES if kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim") else "whole tensors"
 
 
 class OptimizerShards:
-    """This process's parts. ``nobodys``: parameters that the optimizer does not hold. Raises ValueError for an
+    """This process's parts. ``unowned``: parameters that the optimizer does not hold. Raises ValueError for an
     optimizer that cannot be divided."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], local_group: LocalGroup):
@@ -59,19 +59,19 @@ class OptimizerShards:
         self._shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
         self._lengths = [len(group["params"]) for group in optimizer.param_groups]
         self._labels = [group.get("param_names") for group in optimizer.param_groups]
-        self.mine: list[Part] = []
-        self._kept: dict[int, slice] = {}  # the optimizer's number of a parameter: the rows that are ours
-        self._parts: dict[int, Tensor] = {}  # likewise: what the optimizer has in its place
+        self.own_parts: list[Part] = []
+        self._rows: dict[int, slice] = {}  # by a parameter's number in the optimizer: this process's rows
+        self._parts: dict[int, Tensor] = {}  # by the same: the part that replaces the parameter
         names = {id(parameter): name for name, parameter in parameters.items()}
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self.nobodys = [name for name, parameter in parameters.items() if id(parameter) not in held]
+        self.unowned = [name for name, parameter in parameters.items() if id(parameter) not in held]
         self._divide(names, self._owners(names, elementwise))
         optimizer.state_dict = self.state_dict  # type: ignore[method-assign]
         optimizer.load_state_dict = self.load_state_dict  # type: ignore[method-assign,assignment]
         optimizer.add_param_group = self._too_late  # type: ignore[method-assign,assignment]
 
     def _owners(self, names: Mapping[int, str], elementwise: bool) -> dict[int, int | None]:
-        """Per parameter's number its owner; None: all have rows. The largest first, to the process that has least."""
+        """Each parameter's owner, by number; None: all have rows. The largest first, to the process with the least."""
         numbered = enumerate(p for group in self.optimizer.param_groups for p in group["params"])
         found = sorted(((i, p) for i, p in numbered if id(p) in names), key=lambda pair: (-pair[1].numel(), pair[0]))
         load, owners = [0] * self.local_group.size, dict[int, int | None]()
@@ -90,8 +90,8 @@ class OptimizerShards:
             for position, parameter in enumerate(group["params"]):
                 owner = owners.get(number)
                 if id(parameter) not in names:
-                    kept.append(parameter)  # not trained here: as it was
-                    self._kept[number] = slice(None)
+                    kept.append(parameter)  # not trained here: unchanged
+                    self._rows[number] = slice(None)
                 elif owner is not None and owner != rank:
                     self.optimizer.state.pop(parameter, None)
                 else:
@@ -102,9 +102,9 @@ class OptimizerShards:
                         state = self.optimizer.state.pop(parameter)
                         self.optimizer.state[part] = _cut(state, own, parameter.shape)
                     kept.append(part)
-                    self.mine.append((names[id(parameter)], own, part))
-                    self._kept[number], self._parts[number] = own, part
-                if number in self._kept and "param_names" in group:
+                    self.own_parts.append((names[id(parameter)], own, part))
+                    self._rows[number], self._parts[number] = own, part
+                if number in self._rows and "param_names" in group:
                     labels.append(group["param_names"][position])
                 number += 1
             group["params"] = kept
@@ -112,8 +112,8 @@ class OptimizerShards:
                 group["param_names"] = labels
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, as if one process had trained. Every process of the node must call it. Its tensors lie once
-        in memory that the processes share, and are a copy of the optimizer's."""
+        """The whole state, as of one process. Every process of the node must call it. Its tensors are copies of the
+        optimizer's, once in memory that the processes share."""
         own = self._own_state()
         whole = self._gather([(i, ALL) for i in range(len(self._shapes))], own["state"])
         return {"state": whole, "param_groups": own["param_groups"]}
@@ -127,7 +127,7 @@ class OptimizerShards:
     def _gather(
         self, wanted: Sequence[tuple[int, RowRange]], own: Mapping[int, Mapping[str, Any]]
     ) -> dict[int, dict[str, Any]]:
-        """All processes' parts of what is wanted, by its place in ``wanted``."""
+        """The whole state of each wanted range of rows, by its index in ``wanted``."""
         listed = [
             (at, key, *self._describe(i, key, value, window))
             for at, (i, window) in enumerate(wanted)
@@ -151,14 +151,14 @@ class OptimizerShards:
             whole[at][key] = tensor_at(memory, start, shape, kind)
             i, window = wanted[at]
             if i in own:
-                mine = own[i][key]
-                _, into, of = self._place(i, mine, window)
-                whole[at][key][into].copy_(mine[of])
+                part = own[i][key]
+                _, into, of = self._place(i, part, window)
+                whole[at][key][into].copy_(part[of])
         self.local_group.barrier(DOING)
         return dict(sorted(whole.items()))
 
     def _place(self, i: int, value: Tensor, window: RowRange) -> tuple[list[int], Any, Any]:
-        """(the shape of all that is wanted, the rows of it that are here, and where they are in ``value``)."""
+        """(the shape of the wanted rows, those of them that are in ``value``, and their place in ``value``)."""
         if not self._shapes[i] or value.shape != self._part_shape(i):
             return list(value.shape), ..., ...
         start, stop = window if window[1] else (0, self._shapes[i][0])
@@ -166,35 +166,35 @@ class OptimizerShards:
         return [stop - start, *self._shapes[i][1:]], into, of
 
     def _common(self, i: int, start: int, stop: int) -> tuple[slice, slice]:
-        """The rows from ``start`` to ``stop`` that are ours: as rows of those, and of ours."""
-        own_start, own_stop, _ = self._kept[i].indices(self._shapes[i][0])
+        """This process's rows among ``start`` to ``stop``: as indices into that range, and into its own part."""
+        own_start, own_stop, _ = self._rows[i].indices(self._shapes[i][0])
         first = max(start, own_start)
         last = max(first, min(stop, own_stop))
         return slice(first - start, last - start), slice(first - own_start, last - own_start)
 
     def take(self, i: int, given: Mapping[str, Any] | None, window: RowRange) -> None:
-        """A parameter's rows of what `rows` gave elsewhere, as far as they are ours; of None, there is none."""
+        """Loads a parameter's rows as `rows` returned them elsewhere, as far as they are this process's; None: none."""
         if i not in self._parts:
             return
-        mine = self.optimizer.state.pop(self._parts[i], {})
+        own = self.optimizer.state.pop(self._parts[i], {})
         if given is not None:
-            its = {key: self._put(i, mine.get(key), value, window) for key, value in given.items()}
+            its = {key: self._put(i, own.get(key), value, window) for key, value in given.items()}
             self.optimizer.state[self._parts[i]] = its
 
-    def _put(self, i: int, mine: Any, its: Any, window: RowRange) -> Any:
+    def _put(self, i: int, own: Any, its: Any, window: RowRange) -> Any:
         shape = self._shapes[i]
         if not is_cut(its, shape, window):
-            return _cut({"": its}, self._kept[i], shape)[""]
+            return _cut({"": its}, self._rows[i], shape)[""]
         into, of = self._common(i, *window)
-        if mine is None:
-            mine = torch.zeros(self._part_shape(i), dtype=its.dtype)
-        mine[of].copy_(its[into])
-        return mine
+        if own is None:
+            own = torch.zeros(self._part_shape(i), dtype=its.dtype)
+        own[of].copy_(its[into])
+        return own
 
     def _own_state(self) -> dict[str, Any]:
         """The optimizer's own state_dict, with the numbers that its parameters had before the division."""
         own = type(self.optimizer).state_dict(self.optimizer)
-        numbers = sorted(self._kept)
+        numbers = sorted(self._rows)
         groups, start = [], 0
         for group, length, labels in zip(own["param_groups"], self._lengths, self._labels, strict=True):
             whole = {**group, "params": list(range(start, start + length))}
@@ -214,29 +214,29 @@ class OptimizerShards:
         )
 
     def _part_shape(self, i: int) -> torch.Size:
-        rows = range(*self._kept[i].indices(self._shapes[i][0]))
+        rows = range(*self._rows[i].indices(self._shapes[i][0]))
         return torch.Size([len(rows), *self._shapes[i][1:]])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes a whole state, the same on every process, and keeps the parts of it that are this process's."""
+        """Loads a whole state, the same on every process, and keeps this process's parts of it."""
         given = [len(group["params"]) for group in state["param_groups"]]
         if given != self._lengths:
             raise ValueError(
                 f"the optimizer has groups of {self._lengths} parameters, the state to load is of {given}; load the "
                 f"state of an optimizer made the same way"
             )
-        local = {number: position for position, number in enumerate(sorted(self._kept))}
+        local = {number: position for position, number in enumerate(sorted(self._rows))}
         order = [number for group in state["param_groups"] for number in group["params"]]
         groups, start = [], 0
         for group, length in zip(state["param_groups"], self._lengths, strict=True):
             numbers = [i for i in range(start, start + length) if i in local]
-            mine = {**group, "params": [local[i] for i in numbers]}
+            own = {**group, "params": [local[i] for i in numbers]}
             if "param_names" in group:
-                mine["param_names"] = [group["param_names"][i - start] for i in numbers]
-            groups.append(mine)
+                own["param_names"] = [group["param_names"][i - start] for i in numbers]
+            groups.append(own)
             start += length
         parts = {
-            local[i]: _cut(state["state"][number], self._kept[i], self._shapes[i])
+            local[i]: _cut(state["state"][number], self._rows[i], self._shapes[i])
             for i, number in enumerate(order)
             if i in local and number in state["state"]
         }
@@ -249,26 +249,26 @@ class OptimizerShards:
         )
 
     def close(self) -> None:
-        """The state is no longer whole anywhere: says so."""
+        """From now on `state_dict` raises: the processes no longer gather the whole state."""
 
-        def gone() -> NoReturn:
+        def closed() -> NoReturn:
             raise RuntimeError(
-                "optimizer.state_dict() was called after the processes of this node had parted; call it, in every "
-                "process, before pace.close() or inside the `with` block"
+                "optimizer.state_dict() was called after pace.close(), when the state is divided among the processes "
+                "of this node; call it, in every process, before pace.close() or inside the `with` block"
             )
 
-        self.optimizer.state_dict = gone  # type: ignore[method-assign]
+        self.optimizer.state_dict = closed  # type: ignore[method-assign]
 
 
 def _cut(state: Mapping[str, Any], own: slice, shape: torch.Size) -> dict[str, Any]:
-    """One parameter's state with only these rows of whatever has the parameter's shape; tensors are copies."""
+    """One parameter's state, with only these rows of tensors of the parameter's shape; tensors are copies."""
 
-    def mine(value: Any) -> Any:
+    def part(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         return (value[own] if value.shape == shape and own != slice(None) else value).clone()
 
-    return {key: mine(value) for key, value in state.items()}
+    return {key: part(value) for key, value in state.items()}
 
 
 def _couples(optimizer: torch.optim.Optimizer) -> str:
@@ -314,7 +314,7 @@ def _differs_beside_others(optimizer: torch.optim.Optimizer, most: int) -> bool:
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> Any:
-    """The same optimizer, without state, hooks or whatever has been put around its step."""
+    """A copy of the optimizer, without state, hooks or a wrapped step."""
     twin = object.__new__(type(optimizer))
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}  # not copied
     for key, value in vars(optimizer).items():
@@ -325,7 +325,7 @@ def _twin(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def splits(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step for each tensor after the other is one step for all: nothing counts steps beside the tensors."""
+    """Whether one step per tensor equals one step for all: no step counter outside of the tensors' states."""
     if own_steps.hooked(optimizer):
         return False
     if division(optimizer) == SLICES:
@@ -349,11 +349,11 @@ def splits(optimizer: torch.optim.Optimizer) -> bool:
     try:
         return all(torch.equal(one, other) for one, other in zip(train(True), train(False), strict=True))
     except Exception:
-        return False  # it wants something that small tensors do not have: all in one step
+        return False  # it cannot step on small tensors: all in one step
 
 
 def _some(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Two, and one of each further type."""
+    """The first two, and one of each other type."""
     types = {parameter.dtype: parameter for parameter in reversed(parameters)}
     known = {parameter.dtype for parameter in parameters[:2]}
     return [*parameters[:2], *(parameter for dtype, parameter in types.items() if dtype not in known)]

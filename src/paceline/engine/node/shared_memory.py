@@ -1,10 +1,10 @@
 """Layout of the memory that the processes of a node share.
 
     weight NAME    once: every process's parameter is this memory
-    grad BUCKET r  each process's gradient of a bucket: flat, or the rows of left and then those of right
-    rows BUCKET    the factors of all processes, as agreed
+    grad BUCKET r  each process's gradient of a bucket: dense, or the rows of left and then those of right
+    rows BUCKET    the factors of all nodes, after the synchronisation
 
-Factors lie where the dense gradient would: they are used only while they are smaller.
+Factors use the memory of the dense gradient: they are sent only where they are smaller.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LINE_BYTES = 64
 
 
 class SharedBuffers:
-    """Raises ValueError if the processes have built different models."""
+    """Raises ValueError if the processes' models differ."""
 
     def __init__(self, local_group: LocalGroup, buckets: Sequence[Bucket], weights: Mapping[str, Tensor]):
         self.rank, self.size = local_group.rank, local_group.size
@@ -49,7 +49,7 @@ class SharedBuffers:
         return tensor_at(self._memory, *self._starts[f"weight {name}"])
 
     def hold(self, tensor: Tensor) -> bool:
-        """Whether it lies here, so that all processes have it."""
+        """Whether the tensor lies in this memory, which all processes share."""
         begin = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         return not tensor.numel() or begin <= tensor.data_ptr() < begin + self._num_bytes
 
@@ -57,7 +57,7 @@ class SharedBuffers:
         return tensor_at(self._memory, *self._starts[f"grad {bucket.index} {local_rank}"])
 
     def write(self, gradient: Gradient) -> None:
-        """This process's gradient into its own place."""
+        """Copies this process's gradient into its own region."""
         place = self.flat(gradient.bucket, self.rank)
         if gradient.flat is not None:
             place.copy_(gradient.flat)
@@ -71,20 +71,20 @@ class SharedBuffers:
         return _factors(bucket, self.flat(bucket, local_rank), num_rows)
 
     def read_result(self, bucket: Bucket, num_rows: int) -> Gradient:
-        """What was agreed: ``num_rows`` of factors, or dense if negative."""
+        """The synchronised gradient: ``num_rows`` rows of factors, or dense if negative."""
         if num_rows < 0:
             return Gradient(bucket, flat=self.flat(bucket))
         left, right = _factors(bucket, tensor_at(self._memory, *self._starts[f"rows {bucket.index}"]), num_rows)
         return Gradient(bucket, output_grad=left, layer_input=right)
 
     def publish(self, gradient: Gradient) -> tuple[Gradient, int]:
-        """An agreed gradient to where all can read it; the gradient there, and its ``num_rows``."""
+        """Copies a synchronised gradient into this memory; returns it there, and its ``num_rows``."""
         num_rows = -1 if gradient.output_grad is None else len(gradient.output_grad)
-        there = self.read_result(gradient.bucket, num_rows)
-        for source, target in zip(gradient.parts, there.parts, strict=True):
+        shared = self.read_result(gradient.bucket, num_rows)
+        for source, target in zip(gradient.parts, shared.parts, strict=True):
             if source.data_ptr() != target.data_ptr():
                 target.copy_(source)
-        return there, num_rows
+        return shared, num_rows
 
 
 def tensor_at(memory: memoryview, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,8 @@
-"""Autotuner of each bucket's form and of the send order: chosen from the votes, so all ranks choose alike.
+"""Autotuner of each bucket's form and of the send order, from the votes alone: all ranks make the same choice.
 
-first step       by bytes, for the rows that are expected; then for those that there were
-each step        the vote reports how long messages took and when buckets were ready; medians over a few steps
-three steps      that ask for the same other forms, and they hold from the next step on
+first step     forms by bytes: before it for the expected number of rows, after it for the actual number
+each step      the vote reports how long messages took and when buckets were ready; medians over a few steps
+three steps    in a row for which other forms are faster: these are used from the next step on
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from paceline.exchange.flow.cost_model import CostFunction, Rates, choose, facto
 from paceline.exchange.flow.wire_rates import LARGE_BYTES, SPAN, WireRates
 from paceline.messages import DENSE, FACTORS, Bucket, CommCost, Vote
 
-ASKED = ("measured", "bytes", DENSE, FACTORS)
+FORMS = ("measured", "bytes", DENSE, FACTORS)
 PACKED = ("measured", "always", "never")
-QUICK_S = 6e-9  # per byte: of a wire on which copies are what a gather takes, 1.3 Gbit/s
-MIN_STEPS_IN_A_ROW = 3  # steps, one after the other, that must ask for the same other forms
+HIGH_BANDWIDTH_S = 6e-9  # per byte (1.3 Gbit/s): on a faster network, copies take most of a gather's time
+MIN_STEPS_IN_A_ROW = 3  # for which other forms must be faster
 
 
 class Autotuner:
-    """``requested``: one of `ASKED`. ``rows``: the largest number that a rank is expected to compute per step.
+    """``requested``: one of `FORMS`. ``rows``: the largest number that a rank is expected to compute per step.
 
-    ``by_need``: whether the order is that in which forward reads, or that in which backward writes. ``types``, per
-    bucket: of the gradients as they were offered; ``thin``: of factors on the wire, where that is another. ``asks``:
-    the link's own cost of an operation; None: a ring's.
+    ``by_need``: buckets are sent in the order in which forward reads them, else in that of backward. ``types``, per
+    bucket: (dtype, device) of the gradients; ``factor_dtype``: of communicated factors, where it differs.
+    ``link_cost``: the link's cost function; None: that of a ring.
     """
 
     def __init__(
@@ -46,62 +46,62 @@ class Autotuner:
         rows: int,
         optimizer_takes_factors: bool,
         by_need: bool,
-        thin: torch.dtype | None = None,
+        factor_dtype: torch.dtype | None = None,
         packing: str = "measured",
-        asks: CostFunction | None = None,
+        link_cost: CostFunction | None = None,
     ):
         self.buckets, self.size, self.codec, self.requested = buckets, size, codec, requested
         self.optimizer_takes_factors, self.by_need = optimizer_takes_factors, by_need
-        self.factor_dtype, self.packing = thin, packing
+        self.factor_dtype, self.packing = factor_dtype, packing
         self.types = [(torch.float32, torch.device("cpu"))] * len(buckets)
         self.never = {bucket.index for bucket in buckets if not bucket.linear}
         self.most, self.total = [rows] * len(buckets), [rows * size] * len(buckets)  # that the forms are chosen for
         self.multiply, self.num_multipliers = 0.0, 1
         self.multiply_by: Callable[[Tensor, Tensor, Tensor], Any] = Tensor.addmm_
-        self.begin(size, asks)
+        self.begin(size, link_cost)
         self.owing = set[int]()
         self.forms = self._choose()
-        self._owe()
+        self._note_residuals()
         self._explain()
 
-    def begin(self, size: int, asks: CostFunction | None) -> None:
-        """Among other ranks all is measured anew."""
-        self.asks = asks
-        self.size, self.seen, self._asks, self._num_steps = size, False, 0, 0
+    def begin(self, size: int, link_cost: CostFunction | None) -> None:
+        """Resets all measurements: with other ranks they do not hold."""
+        self.link_cost = link_cost
+        self.size, self.seen, self._steps_in_a_row, self._num_steps = size, False, 0, 0
         self.wire, self.rates, self.packed = WireRates(), Rates(0.0, 0.0, 0.0), self.packing == "always"
         self.high_bandwidth = False
-        self.left = [1.0] * len(self.buckets)  # of each bucket's bytes, as it was last sent
+        self.left = [1.0] * len(self.buckets)  # the packed share of each bucket's bytes in its last message
         self._ready: deque[tuple[float, ...]] = deque(maxlen=SPAN)
         self.groups: send_order.Groups = tuple((bucket.index,) for bucket in self.buckets)
 
-    def anew(self, size: int, asks: CostFunction | None = None) -> None:
-        """After a membership change: from what all ranks have received alike, so not from shares or measurements."""
-        self.begin(size, asks)
+    def restart(self, size: int, link_cost: CostFunction | None = None) -> None:
+        """After a membership change: chooses from data that is equal on all ranks, not from shares or measurements."""
+        self.begin(size, link_cost)
         self.most = [math.ceil(rows / size) for rows in self.total]
         self._adopt(self._choose())
 
     def both(self, bucket: Bucket) -> tuple[CommCost, CommCost]:
-        """What it costs dense, as its codec makes it, and as factors of the rows that are expected."""
+        """The costs dense, as encoded by the codec, and as factors of the expected number of rows."""
         whole = self._whole(self._payload(bucket.index))
         factors = self._factors(bucket, self.most[bucket.index]) if bucket.linear else whole
         return whole, factors
 
     def _whole(self, payload: int) -> CommCost:
-        return (summed if self.codec.sums else gathered)(payload, self.size, self.asks)
+        return (summed if self.codec.sums else gathered)(payload, self.size, self.link_cost)
 
     def _factors(self, bucket: Bucket, rows: int) -> CommCost:
         itemsize = (self.factor_dtype or self.types[bucket.index][0]).itemsize
-        return factor_cost(bucket, rows, self.size, itemsize, self.asks)
+        return factor_cost(bucket, rows, self.size, itemsize, self.link_cost)
 
     def _payload(self, index: int) -> int:
         return self.codec.payload_bytes(self.buckets[index].numel, self.types[index][0])
 
     def gathered(self, num_bytes: int) -> CommCost:
-        """Of so many bytes of each rank, in place of whatever would have been sent."""
-        return gathered(num_bytes, self.size, self.asks)
+        """The cost of an all-gather of ``num_bytes`` of each rank."""
+        return gathered(num_bytes, self.size, self.link_cost)
 
     def costs(self, groups: Sequence[Sequence[int]], most: Sequence[int]) -> list[CommCost]:
-        """Of each message, in the place of its first bucket. ``most``: rows of any rank."""
+        """The cost of each message, at the index of its first bucket. ``most``: rows of the busiest rank."""
         costs = [CommCost(0, 0)] * len(self.buckets)
         for group in groups:
             first = self.buckets[group[0]]
@@ -112,7 +112,7 @@ class Autotuner:
         return costs
 
     def multiplication(self) -> float:
-        """Tried once, when the first step has shown how many rows there are; 0 before, or where no layer asks."""
+        """Measured once, when the first step has shown the number of rows; 0 before, or where no layer needs it."""
         possible = [s for s in self.buckets if s.index not in self.never and s.fits(self.total[s.index])]
         if self.requested == "measured" and self.seen and not self.multiply and possible:
             largest = max(possible, key=lambda bucket: bucket.numel)
@@ -121,7 +121,8 @@ class Autotuner:
         return self.multiply
 
     def learn(self, merged: Vote, costs: Sequence[CommCost]) -> None:
-        """Rates and order from what all have measured. ``costs``: of the messages that ``merged.took`` speaks of."""
+        """Rates and send order from all ranks' measurements. ``costs``: of the messages whose times are in
+        ``merged.took``."""
         self.wire.saw(list(zip(costs, merged.took, strict=False)))
         self._ready.append(merged.ready)
         self._num_steps += 1
@@ -129,11 +130,11 @@ class Autotuner:
             return
         first = not self.rates.per_byte
         self.rates = Rates(self.wire.latency, self.wire.per_byte, merged.multiply)
-        self.high_bandwidth = self.rates.per_byte < QUICK_S * (1.25 if self.high_bandwidth else 1)
+        self.high_bandwidth = self.rates.per_byte < HIGH_BANDWIDTH_S * (1.25 if self.high_bandwidth else 1)
         if self.packing == "measured":
-            # once begun, only a wire that is much faster ends it
+            # hysteresis: packing ends only on a network that is twice as fast
             slow = self.rates.per_byte >= SLOW_S / (2 if self.packed else 1)
-            # small messages take what a message takes: of the wire's bytes they tell nothing
+            # the time of small messages is latency: it says nothing about the time per byte
             self.packed = slow and any(cost.bytes >= LARGE_BYTES for cost in self.costs(self.groups, self.most))
         if first:
             self._explain()
@@ -150,33 +151,33 @@ class Autotuner:
         payloads = [self._payload(bucket.index) for bucket in self.buckets]
         joinable = [self.codec.sums and form == DENSE for form in self.forms]
         kinds = [str(self.types[i]) if can else "" for i, can in enumerate(joinable)]
-        message_s = summed(4 * self.size, self.size, self.asks).steps * self.rates.latency
+        message_s = summed(4 * self.size, self.size, self.link_cost).steps * self.rates.latency
         if len(order) * message_s < send_order.NOTICED * sum(seconds):
             message_s = 0.0
         return send_order.merged(order, ready, seconds, payloads, kinds, message_s, self.by_need)
 
     def needs_retry(self, merged: Vote, votes: Sequence[Vote]) -> bool:
-        """True if the step must be redone: factors were not a whole gradient, or more than its place holds."""
-        strays = {i for i, dense in enumerate(merged.dense) if dense}
-        # where factors have a place, on the wire or among a node's processes
+        """True if the step must be retried: factors were not the whole gradient, or did not fit in its memory."""
+        impure = {i for i, dense in enumerate(merged.dense) if dense}
+        # factors need memory where they are sent between nodes, or between a node's processes
         for bucket in self.buckets if self.size > 1 or self.num_multipliers > 1 else ():
             if self.forms[bucket.index] == FACTORS and not bucket.fits(merged.rows[bucket.index]):
-                strays.add(bucket.index)
-        self.never |= strays
-        if not self.seen or strays:
+                impure.add(bucket.index)
+        self.never |= impure
+        if not self.seen or impure:
             self.most = [max(vote.rows[bucket.index] for vote in votes) for bucket in self.buckets]
             self.total = list(merged.rows)
             self._adopt(self._choose(self.forms if self.seen else ()))
             self.seen = self.seen or merged.ok
         elif self.size > 1:
             wanted = self._choose(self.forms)
-            self._asks = self._asks + 1 if wanted != self.forms else 0
-            if self._asks >= MIN_STEPS_IN_A_ROW:
+            self._steps_in_a_row = self._steps_in_a_row + 1 if wanted != self.forms else 0
+            if self._steps_in_a_row >= MIN_STEPS_IN_A_ROW:
                 self._adopt(wanted)
-        return bool(strays)
+        return bool(impure)
 
     def on_assignment(self, largest: float) -> None:
-        """The busiest rank has this part of all rows."""
+        """From now on the busiest rank has the share ``largest`` of all rows."""
         if self.seen:
             self.most = [math.ceil(rows * largest) for rows in self.total]
             self._adopt(self._choose())
@@ -184,36 +185,36 @@ class Autotuner:
     def _choose(self, now: Sequence[str] = ()) -> list[str]:
         if self.requested in (DENSE, FACTORS) and self.size > 1:
             possible = (s.index not in self.never | self.owing and s.fits(self.total[s.index]) for s in self.buckets)
-            return [self.requested if here else DENSE for here in possible]
+            return [self.requested if each else DENSE for each in possible]
         measured = self.requested == "measured" and self.rates.per_byte and self.rates.per_flop
         rates = self.rates if measured else None
         return choose(
             *(self.buckets, self.most, self.total, self.size, self.never | self.owing, self.optimizer_takes_factors),
-            *(rates, now, self._fairly, self.asks),
+            *(rates, now, self._uncompressed, self.link_cost),
         )
 
-    def _fairly(self, bucket: Bucket) -> tuple[CommCost, CommCost]:
-        """As `both`, but a codec that loses something does not win against factors that lose nothing."""
+    def _uncompressed(self, bucket: Bucket) -> tuple[CommCost, CommCost]:
+        """As `both`, but with the bytes before a lossy codec: it must not win against factors, which are exact."""
         whole, factors = self.both(bucket)
         if self.codec.fidelity == "approximate":
-            whole = summed(bucket.numel * self.types[bucket.index][0].itemsize, self.size, self.asks)
+            whole = summed(bucket.numel * self.types[bucket.index][0].itemsize, self.size, self.link_cost)
         return whole, factors
 
     def _adopt(self, forms: list[str]) -> None:
-        self._asks = 0
+        self._steps_in_a_row = 0
         if forms != self.forms:
             self.groups = tuple((index,) for group in self.groups for index in group)
         self.forms = forms
-        self._owe()
+        self._note_residuals()
         self._explain()
 
     def keep_dense(self, indices: Sequence[int]) -> None:
-        """What a checkpoint of another plan says that its codec still owes goes dense until the end."""
+        """These buckets have a residual from a checkpoint of another configuration: they stay dense from now on."""
         self.owing |= set(indices)
         self._adopt(self._choose())
 
-    def _owe(self) -> None:
-        """What was sent dense once may owe something, which as factors it would never send."""
+    def _note_residuals(self) -> None:
+        """A bucket that was sent dense may have an error-feedback residual, which would never be sent with factors."""
         if self.codec.has_residual and self.size > 1:
             self.owing |= {bucket.index for bucket in self.buckets if self.forms[bucket.index] == DENSE}
 
@@ -226,8 +227,8 @@ class Autotuner:
 
     def state(self) -> dict[str, Any]:
         groups = [list(group) for group in self.groups]
-        kept = {"forms": list(self.forms), "never": sorted(self.never), "seen": self.seen, "groups": groups}
-        return {**kept, "owing": sorted(self.owing), "most": list(self.most), "total": list(self.total)}
+        choice = {"forms": list(self.forms), "never": sorted(self.never), "seen": self.seen, "groups": groups}
+        return {**choice, "owing": sorted(self.owing), "most": list(self.most), "total": list(self.total)}
 
     def load(self, state: dict[str, Any]) -> None:
         self.forms, self.never, self.seen = list(state["forms"]), set(state["never"]), state["seen"]

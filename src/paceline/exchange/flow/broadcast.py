@@ -1,7 +1,7 @@
-"""Broadcast of parameters that do not train: rank 0's in every process when all join, as those that do.
+"""Broadcast of frozen parameters (requires_grad=False): at the join every process receives rank 0's.
 
-Some layers keep in them what forward changes, as Keras its moving means: these are rank 0's again, as buffers are,
-before all save or evaluate.
+In some of them forward keeps state, such as Keras its moving means: before every save and evaluation, rank 0's are
+broadcast again, as buffers are.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from paceline.transport import Control
 
 
 def plant(model: torch.nn.Module, control: Control, own: Control, assignment: tuple[int, int]) -> None:
-    """They lie in each process, and not in the memory that a node's processes share. ``own``: what the process that
-    holds the link has of ``control``. ``assignment``: (this process, of how many here)."""
+    """Each process has its own copy, outside of the memory that a node's processes share. ``own``: the control between
+    nodes, used by local rank 0. ``assignment``: (local rank, number of local ranks)."""
     rank, size = assignment
-    still = [each.detach() for each in model.parameters() if not each.requires_grad]
-    if rank == 0 and still:
-        own.broadcast(still)
-    for frozen in still if size > 1 else ():
-        if frozen.numel():
-            here = frozen.cpu().contiguous().reshape(-1)
-            message = control.node_broadcast(_bytes(frozen) if rank == 0 else b"")
+    frozen = [each.detach() for each in model.parameters() if not each.requires_grad]
+    if rank == 0 and frozen:
+        own.broadcast(frozen)
+    for each in frozen if size > 1 else ():
+        if each.numel():
+            flat = each.cpu().contiguous().reshape(-1)
+            message = control.node_broadcast(_bytes(each) if rank == 0 else b"")
             if rank:
-                frozen.copy_(torch.frombuffer(bytearray(message), dtype=here.dtype).view(frozen.shape))
+                each.copy_(torch.frombuffer(bytearray(message), dtype=flat.dtype).view(each.shape))
 
 
 Marks = Mapping[str, tuple[int, int]]
@@ -38,19 +38,19 @@ def marks(model: torch.nn.Module) -> Marks:
 
 
 def mark(each: torch.Tensor) -> tuple[int, int]:
-    """torch's count of its changes, and where it lies."""
+    """(torch's version counter, the address of the data)."""
     return (0 if each.is_inference() else each._version, each.data_ptr() if each.layout == torch.strided else 0)
 
 
 @torch.no_grad()
 def spread(model: torch.nn.Module, before: Marks, control: Control, assignment: tuple[int, int]) -> None:
-    """Rank 0's of those that changed, in any process, since ``before``. Every process must call it."""
+    """Broadcasts rank 0's values of those that any process changed since ``before``. Every process must call it."""
     if not before:
         return
-    now = marks(model)
-    mine = [name for name, mark in before.items() if now.get(name, mark) != mark]
-    everyone = control.all_gather(json.dumps(mine).encode())
-    names = sorted({name for names in everyone if names for name in json.loads(names)})
+    after = marks(model)
+    changed = [name for name, mark in before.items() if after.get(name, mark) != mark]
+    received = control.all_gather(json.dumps(changed).encode())
+    names = sorted({name for names in received if names for name in json.loads(names)})
     if not names:
         return
     first = assignment[0] == 0 and control.rank == 0

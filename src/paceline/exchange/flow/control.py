@@ -1,6 +1,6 @@
-"""Control messages between nodes: the vote on a step, sums of numbers, texts, rank 0's tensors.
+"""Control messages between nodes: the vote on a step, sums of numbers, byte messages, rank 0's tensors.
 
-Work of some processes while all others wait, whose errors are raised everywhere.
+`alone` runs work in some processes while all others wait, and raises its errors everywhere.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from paceline.errors import CheckpointError
 from paceline.messages import StepOutcome, Tally, Vote, pack_frames, unpack_frames
 from paceline.transport import Membership
 
-# no network library knows all of torch's types, and a copy need not: by the bytes of a number
+# broadcasts copy bytes, so a type of the same width serves: no network library knows all of torch's types
 TYPES = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 class Control(transport.Control):
-    """Uses the link's own lane; gradients have another. ``votes``: replicas agree on every step."""
+    """Uses the link's own lane; gradients have another. ``votes``: replicas vote on every step."""
 
     def __init__(self, members: Membership, votes: bool = True):
         self.members, self.votes = members, votes
         self.ballots: Sequence[bytes] = ()  # of the last vote
-        self._certain_s = 0.0  # until when this process was one of all, by `boottime_s`
+        self._certain_s = 0.0  # when this process was last known to be a member, by `boottime_s`
 
     rank: int = property(attrgetter("members.link.rank"))  # type: ignore[assignment]
     size: int = property(attrgetter("members.link.size"))  # type: ignore[assignment]
@@ -40,16 +40,16 @@ class Control(transport.Control):
         return finish(Tally(Vote.merge([own_vote]) if own_vote.shares else own_vote, [own_vote]))
 
     def vote(self, own_vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
-        """Of all nodes, also where each is alone with its steps."""
+        """A vote of all nodes, also where steps need none (``votes`` is False)."""
         if self.size == 1:
             return finish(Tally(Vote.merge([own_vote]) if own_vote.shares else own_vote, [own_vote]))
         packed = torch.frombuffer(bytearray(own_vote.pack()), dtype=torch.uint8)
         received = self.members.link.all_gather(packed, "the vote on the step", even=True).wait()
-        self._make_sure()
+        self._check_membership()
         self.ballots = [bytes(part.numpy()) for part in received]
         return finish(counted(self.ballots))
 
-    def _make_sure(self) -> None:
+    def _check_membership(self) -> None:
         self.members.assert_still_member(self._certain_s)
         self._certain_s = transport.boottime_s()
 
@@ -62,9 +62,9 @@ class Control(transport.Control):
     def all_gather(self, *messages: bytes) -> list[bytes]:
         if self.size == 1:
             return list(messages)
-        mine = torch.frombuffer(bytearray(pack_frames(messages)), dtype=torch.uint8)
-        received = self.members.link.all_gather(mine, "gathering messages").wait()
-        self._make_sure()
+        own = torch.frombuffer(bytearray(pack_frames(messages)), dtype=torch.uint8)
+        received = self.members.link.all_gather(own, "gathering messages").wait()
+        self._check_membership()
         return [message for part in received for message in unpack_frames(bytes(part.numpy()))]
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
@@ -77,11 +77,11 @@ class Control(transport.Control):
 
 
 def counted(votes: Sequence[bytes]) -> Tally:
-    """In rank order."""
+    """The tally of packed votes in rank order."""
     all_votes = [Vote.unpack(vote) for vote in votes]
     merged = Vote.merge(all_votes)
-    merged.paces = tuple((b.busy, b.fixed) for b in all_votes)
-    return Tally(merged, all_votes, len({b.hash for b in all_votes}) > 1)
+    merged.paces = tuple((vote.busy, vote.fixed) for vote in all_votes)
+    return Tally(merged, all_votes, len({vote.hash for vote in all_votes}) > 1)
 
 
 DONE = b"done"
@@ -90,24 +90,24 @@ Result = TypeVar("Result")
 
 def alone(control: transport.Control, chosen: Callable[[], bool], work: Callable[[], Result]) -> Result | None:
     """``work`` in the chosen processes while the others wait. An error there is raised everywhere. Where all chosen
-    processes fail meanwhile, those that are chosen then do it."""
+    processes fail meanwhile, the processes that ``chosen`` selects after the membership change do it."""
     while True:
-        generation, mine = control.generation, b""
+        generation, status = control.generation, b""
         result: Result | None = None
         error: Exception | None = None
         if chosen():
-            mine = DONE
+            status = DONE
             try:
                 result = work()
             except Exception as caught:
                 error, refused = caught, isinstance(caught, CheckpointError)
-                mine = json.dumps([refused, str(error) if refused else repr(error)]).encode()
-        everyone = control.all_gather(mine)
-        if any(everyone) or control.generation == generation:
+                status = json.dumps([refused, str(error) if refused else repr(error)]).encode()
+        received = control.all_gather(status)
+        if any(received) or control.generation == generation:
             break
     if error:
         raise error
-    for message in everyone:
+    for message in received:
         if message in (b"", DONE):
             continue
         refused, text = json.loads(message)

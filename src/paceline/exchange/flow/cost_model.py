@@ -1,12 +1,12 @@
 """Communication cost of a layer as factors or dense: in bytes until link and multiplication are measured, then seconds.
 
-    dense      a sum: on gloo's ring 2 (N - 1) messages, 2 (N - 1) / N n bytes
-    factors    a gather: 2 (N - 1) messages, (N - 1) rows (in + out) numbers, and all other ranks' rows to multiply
+    dense      an all-reduce: on gloo's ring 2 (N - 1) messages, 2 (N - 1) / N n bytes
+    factors    an all-gather: 2 (N - 1) messages, (N - 1) rows (in + out) numbers, and all other ranks' rows to multiply
 
-The link reports what a sum and a gather cost: another collective, or MPI, costs otherwise.
+The link reports the cost of both, which depends on its algorithms: MPI's differ from gloo's rings.
 
-Time on the wire counts in full, also where backward hides it: on a machine whose cores are busy, sending takes from
-computing. A form is left only for one that saves much more than measurements swing.
+Time on the network counts in full, also where backward hides it: while all cores are busy, sending slows computing. A
+layer changes its form only where that saves much more than the noise of the measurements.
 *Source*: the choice by bytes: Zhang et al. 2017 (arXiv 1706.03292), section 3.2.
 """
 
@@ -23,12 +23,12 @@ from torch import Tensor
 from paceline.messages import DENSE, FACTORS, Bucket, CommCost
 from paceline.transport import Link
 
-SAVES_S = 2e-3  # of a step: less is not worth another form
-SAVES = 0.2  # of what the layer costs
+SAVES_S = 2e-3  # the least gain per step for which a layer changes its form
+SAVES = 0.2  # likewise, as a share of the layer's cost
 TRIAL_FLOPS = 1 << 26
 COUNT_BYTES = 8  # of a rank's number of rows
 
-CostFunction = Callable[[str, int], CommCost]  # what a link asks for an operation on so many bytes
+CostFunction = Callable[[str, int], CommCost]  # the cost of an operation on so many bytes
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Rates:
 
 
 def ring(size: int) -> CostFunction:
-    """As gloo does it."""
+    """The cost of gloo's rings."""
 
     def cost(operation: str, num_bytes: int) -> CommCost:
         if operation == "sum":
@@ -55,30 +55,32 @@ def ring(size: int) -> CostFunction:
 
 
 def cost_of(link: Link, size: int) -> CostFunction:
-    """The link's own; of another number of ranks it says nothing, and a ring is assumed."""
+    """The link's own cost function; that of a ring for another number of ranks, which the link does not know."""
     return link.cost if link.size == size else ring(size)
 
 
-def dense_cost(bucket: Bucket, size: int, asks: CostFunction | None = None) -> CommCost:
-    """Of 4 bytes per value."""
-    return summed(4 * bucket.numel, size, asks)
+def dense_cost(bucket: Bucket, size: int, link_cost: CostFunction | None = None) -> CommCost:
+    """The cost of a sum, with 4 bytes per value."""
+    return summed(4 * bucket.numel, size, link_cost)
 
 
-def summed(num_bytes: int, size: int, asks: CostFunction | None = None) -> CommCost:
-    # the additions are in what a byte takes
-    return replace((asks or ring(size))("sum", num_bytes), flops=0.0)
+def summed(num_bytes: int, size: int, link_cost: CostFunction | None = None) -> CommCost:
+    # the measured time per byte includes the additions
+    return replace((link_cost or ring(size))("sum", num_bytes), flops=0.0)
 
 
-def gathered(num_bytes: int, size: int, asks: CostFunction | None = None) -> CommCost:
-    """``num_bytes``: of each rank. Its number of rows goes before them."""
-    asks = asks or ring(size)
-    rows = asks("all-gather", num_bytes)
-    return replace(rows, steps=asks("all-gather", COUNT_BYTES).steps + rows.steps)
+def gathered(num_bytes: int, size: int, link_cost: CostFunction | None = None) -> CommCost:
+    """The cost of an all-gather of ``num_bytes`` of each rank, after one of the numbers of rows."""
+    cost = link_cost or ring(size)
+    rows = cost("all-gather", num_bytes)
+    return replace(rows, steps=cost("all-gather", COUNT_BYTES).steps + rows.steps)
 
 
-def factor_cost(bucket: Bucket, rows: int, size: int, itemsize: int = 4, asks: CostFunction | None = None) -> CommCost:
-    """``rows``: the most that any rank sends. The flops are those beyond the rank's own rows."""
-    sent = gathered(rows * sum(bucket.shapes[0]) * itemsize, size, asks)
+def factor_cost(
+    bucket: Bucket, rows: int, size: int, itemsize: int = 4, link_cost: CostFunction | None = None
+) -> CommCost:
+    """``rows``: the most that any rank sends. The flops are those of the other ranks' rows."""
+    sent = gathered(rows * sum(bucket.shapes[0]) * itemsize, size, link_cost)
     return CommCost(sent.steps, sent.bytes, 2.0 * rows * (size - 1) * bucket.numel)
 
 
@@ -92,18 +94,21 @@ def choose(
     rates: Rates | None = None,
     now: Sequence[str] = (),
     costs: Callable[[Bucket], tuple[CommCost, CommCost]] | None = None,
-    asks: CostFunction | None = None,
+    link_cost: CostFunction | None = None,
 ) -> list[str]:
-    """Factors where all ranks' rows fit in the gradient's place, and pay: by fewer bytes than the sum, or, where
-    nothing is sent, by an optimizer that absorbs them. With ``rates``: by fewer seconds, where that is clear; else as
-    it is ``now``. ``costs``: of a dense bucket and of its factors, by codec and type; ``asks``: the link's."""
+    """FACTORS for each layer whose factors, of all ranks, fit in the gradient's memory and pay: by fewer bytes than the
+    sum or, with one rank, where the optimizer takes factors. With ``rates``: by clearly fewer seconds; else the form in
+    ``now``. ``costs``: of a bucket dense and as factors, by codec and type; ``link_cost``: the link's cost function."""
 
     def form(bucket: Bucket) -> str:
         if not (bucket.linear and bucket.index not in never and bucket.fits(total[bucket.index])):
             return DENSE
         if size == 1:
             return FACTORS if optimizer_takes_factors else DENSE
-        whole, factors = dense_cost(bucket, size, asks=asks), factor_cost(bucket, most[bucket.index], size, asks=asks)
+        whole, factors = (
+            dense_cost(bucket, size, link_cost=link_cost),
+            factor_cost(bucket, most[bucket.index], size, link_cost=link_cost),
+        )
         if rates:
             whole, factors = costs(bucket) if costs else (whole, factors)
             gain = rates.seconds(whole) - rates.seconds(factors)
@@ -116,13 +121,13 @@ def choose(
     return [form(bucket) for bucket in buckets]
 
 
-def reason(bucket: Bucket, form: str, total: int, stray: bool, whole: CommCost, factors: CommCost, rates: Rates) -> str:
-    """Why this layer travels so, in a line. ``whole``, ``factors``: what either form costs."""
+def reason(bucket: Bucket, form: str, rows: int, impure: bool, whole: CommCost, factors: CommCost, rates: Rates) -> str:
+    """One line: the layer's form, and why. ``whole``, ``factors``: the costs of either form."""
     name = bucket.names[0]
-    if stray:
+    if impure:
         return f"{name}: dense, since its factors are not its whole gradient"
-    if not bucket.fits(total):
-        return f"{name}: dense, since factors of {total} rows would be larger than the gradient"
+    if not bucket.fits(rows):
+        return f"{name}: dense, since factors of {rows} rows would be larger than the gradient"
     costs = f"factors {_described(factors, rates)}, dense {_described(whole, rates)}"
     if rates.per_byte:
         return f"{name}: {form}; {costs}, and {1e3 * factors.flops * rates.per_flop:.1f} ms to multiply with factors"
@@ -137,7 +142,7 @@ def _described(cost: CommCost, rates: Rates) -> str:
 def multiplication(
     bucket: Bucket, rows: int, dtype: torch.dtype, device: torch.device, multiply: Callable[..., object] = Tensor.addmm_
 ) -> float:
-    """Seconds per floating-point operation of adding ``rows`` to a gradient of this shape, by trial on a part of it."""
+    """Measured seconds per floating-point operation of adding ``rows`` rows of factors to a part of such a gradient."""
     rows = max(1, rows)
     out_features, in_features = bucket.shapes[0]
     slab = max(1, min(out_features, TRIAL_FLOPS // (2 * rows * in_features)))
@@ -148,7 +153,7 @@ def multiplication(
     def once() -> float:
         start = time.perf_counter()
         multiply(into, left, right)
-        float(into[0, 0])  # a device has then done it
+        float(into[0, 0])  # waits for a device
         return time.perf_counter() - start
 
     once()

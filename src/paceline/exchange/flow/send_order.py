@@ -1,14 +1,14 @@
-"""The order in which buckets are sent, and which go in one message: computed alike on all ranks.
+"""The order in which buckets are sent, and which are merged into one message: the same on all ranks.
 
-    as they come    the order of the buckets, which is that of backward
-    by need         whenever the wire is free, of the buckets that are ready the one that forward reads first; if none
-                    is ready, the next that will be; then moves by a few places, as long as the next forward pass,
-                    which waits for each bucket where it reads it, ends sooner by them. Of a layer it takes half as long
-                    as backward
+    by backward     the order of the buckets, in which backward makes them
+    by need         whenever the network is free, the ready bucket that the next forward pass reads first; if none is
+                    ready, the next that will be. Then a local search moves buckets by a few places while that makes the
+                    forward pass end sooner: it waits for each bucket where it reads it. A layer's forward is taken to
+                    last half as long as its backward
 
-Small neighbours that would be ready together anyway go as one message: each message saved is its latency saved.
-*Laws*: a permutation of the buckets; forward never ends later than by the first of these orders, in which the wire
-never waits while something is ready; no order changes a result.
+Small neighbours that are ready at nearly the same time are merged: each message saved saves its latency.
+*Invariants*: a permutation of the buckets; by need, forward never ends later than by the order before the search, in
+which the network never idles while a bucket is ready; no order changes a result.
 *Source*: Hashemi et al. 2018 (arXiv 1803.03288); merging: Shi, Chu & Li 2018 (arXiv 1811.11141).
 """
 
@@ -18,15 +18,15 @@ from collections.abc import Sequence
 
 Groups = tuple[tuple[int, ...], ...]
 MERGED_BYTES = 16 << 20
-COPY_S = 1e-9  # per byte: what it costs to lay buckets together and to take them apart
-MAX_MOVED, REACH = 64, 4  # buckets, and places: among more it would take longer than it saves
-SOONER_S = 1e-4  # or an order is left as it is
+COPY_S = 1e-9  # per byte: to concatenate buckets and to split them again
+MAX_MOVED, REACH = 64, 4  # buckets, and places, of the search: a larger one takes longer than it saves
+SOONER_S = 1e-4  # the least gain of a move
 FORWARD = 0.5  # of backward's time for a layer
-NOTICED = 0.1  # of all seconds on the wire: messages that cost less are left as they are
+NOTICED = 0.1  # of all seconds on the wire: below this share of message latencies nothing is merged
 
 
 def by_need(ready: Sequence[float], seconds: Sequence[float]) -> list[int]:
-    """``ready``, ``seconds``: when each bucket is there, and how long it takes. The last bucket is read first."""
+    """``ready``, ``seconds``: when each bucket is ready, and how long it takes. Forward reads the last bucket first."""
     order = at_once(ready, seconds)
     if len(order) > MAX_MOVED:
         return order
@@ -43,28 +43,28 @@ def by_need(ready: Sequence[float], seconds: Sequence[float]) -> list[int]:
 
 
 def forward_ends(order: Sequence[int], ready: Sequence[float], seconds: Sequence[float]) -> float:
-    """When the next forward pass has ended, which begins with backward's end."""
-    now, there = 0.0, [0.0] * len(ready)
+    """When the next forward pass ends; it begins when backward ends."""
+    now, arrival = 0.0, [0.0] * len(ready)
     for i in order:
-        now = there[i] = max(now, ready[i]) + seconds[i]
+        now = arrival[i] = max(now, ready[i]) + seconds[i]
     now = max(ready)
     for i in reversed(range(len(ready))):
-        now = max(now, there[i]) + FORWARD * max(0.0, ready[i] - (ready[i - 1] if i else ready[i]))
+        now = max(now, arrival[i]) + FORWARD * max(0.0, ready[i] - (ready[i - 1] if i else ready[i]))
     return now
 
 
 def at_once(ready: Sequence[float], seconds: Sequence[float]) -> list[int]:
-    """The wire never waits while something is ready."""
-    left, order, now = set(range(len(ready))), [], 0.0
-    while left:
-        there = [i for i in left if ready[i] <= now]
-        if there:
-            chosen = max(there)
+    """The greedy order: the network never idles while a bucket is ready."""
+    unsent, order, now = set(range(len(ready))), [], 0.0
+    while unsent:
+        available = [i for i in unsent if ready[i] <= now]
+        if available:
+            chosen = max(available)
         else:
-            chosen = min(left, key=lambda i: (ready[i], -i))
+            chosen = min(unsent, key=lambda i: (ready[i], -i))
             now = ready[chosen]
         now += seconds[chosen]
-        left.remove(chosen)
+        unsent.remove(chosen)
         order.append(chosen)
     return order
 
@@ -78,12 +78,11 @@ def merged(
     message_s: float,
     each_waited_for: bool = False,
 ) -> Groups:
-    """Neighbours in one message where the later one is ready, before the earlier could have left by more than the
-    time that a message costs, and that is more than laying them together does. ``kinds``: only what is of one kind may
-    be laid together; "": nothing may. ``each_waited_for``: what comes with another delays that one by less than it
-    saves."""
+    """Merges neighbours where waiting for the later one, and copying both, costs less than ``message_s``, the latency
+    that one message less saves. ``kinds``: only buckets of one kind are merged, those of kind "" never.
+    ``each_waited_for``: forward waits for each bucket, so a merged bucket may take less than ``message_s`` only."""
     groups: list[list[int]] = []
-    now = 0.0  # when the wire is free for the last group
+    now = 0.0  # when the network is free for the last group
     for i in order:
         last = groups[-1] if groups else []
         together = sum(num_bytes[j] for j in last) + num_bytes[i]

@@ -10,42 +10,42 @@ from paceline.codec.lossless import Gathered
 from paceline.messages import Gradient
 from paceline.transport import Handle, Threads
 
-TIMEOUT_S = 2000.0  # longer than any link waits
+TIMEOUT_S = 2000.0  # longer than the time-out of any link
 
 
 @dataclass
 class InFlight:
-    """Gradients on their way in one message, since ``begin_s``."""
+    """Gradients in flight in one message, which was sent at ``begin_s``."""
 
     gradients: Sequence[Gradient]
     handle: Handle
     begin_s: float
-    pending: Sequence[Any] = (None,)  # what the codec will remember of each
+    pending: Sequence[Any] = (None,)  # the codec's memory of each, to be committed
     lengths: list[int] = field(default_factory=list)  # of each one's payload
-    result: Any = None  # what the handle gave
+    result: Any = None  # of the handle
 
     def __post_init__(self) -> None:
         self.num_left = len(self.gradients)
 
 
 class StepSends:
-    """One step's buckets: which go together, in which order; what has been offered, sent, and has arrived.
+    """One step's buckets: in which messages and order they are sent; which have been offered and sent, and arrived.
 
-    ``step``: its number, for the codec, which may be called when others are already counting the next. ``packed``: what
-    may be, is sent in fewer bytes. ``quick``: the wire is, and gathers go whole.
+    ``step``: its number, for the codec, which may still encode it when other code counts the next. ``packed``: lossless
+    compression where possible. ``fast``: the network has a high bandwidth, and gathers are not cut into chunks.
     """
 
-    def __init__(self, groups: Sequence[Sequence[int]], step: int = 0, packed: bool = False, quick: bool = False):
-        self.groups, self.step, self.packed, self.high_bandwidth, self.num_sent = groups, step, packed, quick, 0
+    def __init__(self, groups: Sequence[Sequence[int]], step: int = 0, packed: bool = False, fast: bool = False):
+        self.groups, self.step, self.packed, self.high_bandwidth, self.num_sent = groups, step, packed, fast, 0
         self.offered: dict[int, float] = {}
         self.waiting: dict[int, Gradient] = {}
         self.arrived: dict[int, InFlight] = {}  # by the first bucket of each group, until all of it has been taken
-        self.took_s: dict[int, float] = {}  # likewise, without the wait in line
-        self.packed_bytes: dict[int, int] = {}  # likewise, of the longest message, where all were packed
+        self.took_s: dict[int, float] = {}  # by the same, without the time in the queue
+        self.packed_bytes: dict[int, int] = {}  # by the same, of the longest message, where all were packed
         self.leader = {index: group[0] for group in groups for index in group}
 
     def ready(self) -> tuple[float, ...]:
-        """Per bucket, the seconds after the first in which it was offered."""
+        """When each bucket was offered, in seconds after the first."""
         first = min(self.offered.values())
         return tuple(self.offered[index] - first for index in range(len(self.leader)))
 
@@ -54,7 +54,7 @@ class StepSends:
 
 
 class SendQueue:
-    """``send(gradients, flight)`` begins one message. What goes wrong in the threads is raised in `wait`."""
+    """``send(gradients, flight)`` begins one message. Errors in the threads are raised in `wait`."""
 
     def __init__(self, send: Callable[[Sequence[Gradient], StepSends], InFlight], threads: Threads):
         self._send, self._now = send, threads.now
@@ -64,13 +64,13 @@ class SendQueue:
         self._error: BaseException | None = None
         self._threads = [
             threads.Thread(target=self._guard, args=(work,), name=f"paceline {name}", daemon=True)
-            for work, name in ((self._send_in_order, "lane"), (self._see_arrive, "arrivals"))
+            for work, name in ((self._send_in_order, "lane"), (self._receive, "arrivals"))
         ]
         for thread in self._threads:
             thread.start()
 
     def offer(self, flight: StepSends, gradient: Gradient) -> None:
-        """From any thread. A gradient waits until the buckets before it, and those that go with it, are there."""
+        """From any thread. A gradient waits until all buckets before it, and those of its message, are offered."""
         with self._changed:
             flight.offered[gradient.bucket.index] = self._now()
             flight.waiting[gradient.bucket.index] = gradient
@@ -97,7 +97,7 @@ class SendQueue:
         sent = self.wait(flight, index)
         sent.num_left -= 1
         if not sent.num_left:
-            del flight.arrived[flight.leader[index]]  # a step's sums are large: they are not kept
+            del flight.arrived[flight.leader[index]]  # frees memory: a step's sums are large
         return sent, [gradient.bucket.index for gradient in sent.gradients].index(index)
 
     def _guard(self, work: Callable[[], None]) -> None:
@@ -113,14 +113,14 @@ class SendQueue:
             flight, gradients = task
             self._in.put((flight, self._send(gradients, flight)))
 
-    def _see_arrive(self) -> None:
-        free_s = 0.0  # when the wire was, by the last arrival
+    def _receive(self) -> None:
+        free_s = 0.0  # when the wire became free, by the last arrival
         while (task := self._in.get()) is not None:
             flight, sent = task
             sent.result = sent.handle.wait()
             end_s, leader = self._now(), sent.gradients[0].bucket.index
             if isinstance(sent.handle, Gathered):
-                end_s = sent.handle.came_s
+                end_s = sent.handle.arrived_s
                 flight.packed_bytes[leader] = sent.handle.num_bytes
             flight.took_s[leader], free_s = end_s - max(sent.begin_s, free_s), end_s
             with self._changed:

@@ -1,4 +1,4 @@
-"""Sums in a fixed order: those of a binary tree over shares 0 to n, whichever rank has added up which part of it.
+"""Sums in a fixed order: by a binary tree over shares 0 to n, whichever rank has computed which part of it.
 
 A span (low, high) of the tree is split at the largest power of two: (0, 6) into (0, 4) and (4, 6).
 """
@@ -16,9 +16,9 @@ def _halves(low: int, high: int) -> tuple[Span, Span]:
 
 
 def add_up(span: Span, sums: dict[Span, Tensor]) -> Tensor | None:
-    """The sum over a span of the tree, made of ``sums`` and taken from it, in their memory.
+    """The sum over a span of the tree. It consumes the partial sums in ``sums``, and is made in their memory.
 
-    None where a part is missing: then ``sums`` holds what there is, added up as far as it goes.
+    None where a part is missing: then ``sums`` holds the present parts, added up as far as possible.
     """
     if span in sums:
         return sums.pop(span)
@@ -33,7 +33,7 @@ def add_up(span: Span, sums: dict[Span, Tensor]) -> Tensor | None:
 
 
 def spans(whole: Span, first: int, last: int) -> list[Span]:
-    """The largest spans of the tree over ``whole`` that lie within first to last: what `add_up` leaves of these."""
+    """The largest spans of the tree over ``whole`` within first to last, to which `add_up` reduces these shares."""
     if first <= whole[0] and whole[1] <= last:
         return [whole] if first < last else []
     if whole[1] <= first or last <= whole[0] or whole[1] - whole[0] < 2:

@@ -1,8 +1,8 @@
 """Latency and bandwidth of the link, measured on training's own messages: seconds per message, and per byte.
 
-A lane is a queue, so a message takes from when it was sent, or the one before it had arrived, to its own arrival. A
-rank that is early in a collective waits for the others; the least of all ranks' times is therefore the wire's. The
-vote sends every rank the same times, so all compute the same numbers.
+A lane is a queue, so a message's time runs from its send, or from the arrival of the message before it, to its own
+arrival. A rank that enters a collective early waits for the others, so the shortest time of all ranks is that of the
+network. The vote gives every rank the same times, so all compute the same rates.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ MIN_S = 1e-9
 
 
 class WireRates:
-    """Medians over the last steps."""
+    """Medians over the last `SPAN` steps."""
 
     def __init__(self) -> None:
         self._per_byte: deque[float] = deque(maxlen=SPAN)
         self._latency: deque[float] = deque(maxlen=SPAN)
 
     def saw(self, gradients: Sequence[tuple[CommCost, float]]) -> None:
-        """One step's messages, each with the seconds that it took."""
+        """Adds one step's messages, each with its duration in seconds."""
         gradients = [(cost, seconds) for cost, seconds in gradients if cost.in_sequence and seconds > 0]
         large = [each for each in gradients if each[0].in_sequence >= LARGE_BYTES] or gradients
         if not large:

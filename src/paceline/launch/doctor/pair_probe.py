@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 
-from paceline.link.net.auth import GUEST, HEADER, HELLO, SERVER, SIZE, exactly, mac, same
+from paceline.link.net.auth import CLIENT, HEADER, HELLO, SERVER, SIZE, exactly, mac, same
 
 TIMEOUT_S = 5.0  # for a peer that sends nothing
 PINGS = 100
@@ -53,7 +53,7 @@ class ProbeServer:
             nonce = secrets.token_bytes(SIZE)
             connection.sendall(HEADER + nonce)
             header, rank, client_nonce, proof = HELLO.unpack(exactly(connection, HELLO.size))
-            if header != HEADER or not same(proof, mac(self._secret, GUEST, rank, nonce + client_nonce)):
+            if header != HEADER or not same(proof, mac(self._secret, CLIENT, rank, nonce + client_nonce)):
                 return
             connection.sendall(mac(self._secret, SERVER, rank, nonce + client_nonce))
             if exactly(connection, 1) == b"p":
@@ -94,7 +94,7 @@ def reach(own: str, address: str, port: int, secret: bytes, limit_s: float) -> s
         greeting = exactly(connection, len(HEADER) + SIZE)
         nonce = secrets.token_bytes(SIZE)
         nonces = greeting[len(HEADER) :] + nonce
-        connection.sendall(HELLO.pack(HEADER, 0, nonce, mac(secret, GUEST, 0, nonces)))
+        connection.sendall(HELLO.pack(HEADER, 0, nonce, mac(secret, CLIENT, 0, nonces)))
         if not same(exactly(connection, SIZE), mac(secret, SERVER, 0, nonces)):
             raise ConnectionError("another process answered")
         return connection

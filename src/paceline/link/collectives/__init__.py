@@ -1,1 +1,1 @@
-"""Algorithms for a sum over all ranks, one per file: ``reduce(ranks, count, nodes)`` lists who adds what to whom."""
+"""Algorithms for a sum over all ranks, one per file: ``reduce(ranks, count, nodes)`` lists the messages."""

@@ -1,4 +1,4 @@
-"""Binomial tree: everything to rank 0 and back; fewest steps for small tensors, too many bytes for large ones.
+"""Binomial tree: all values to rank 0 and back; fewest steps for small tensors, too many bytes for large ones.
 
 *Cost* (N ranks, n bytes): 2 ceil(log2 N) steps of n; rank 0 sends ceil(log2 N) n.
 *Order*: neighbours first, then pairs, then fours: ((x_0 + x_1) + (x_2 + x_3)) + ...

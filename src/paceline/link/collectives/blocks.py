@@ -1,7 +1,7 @@
-"""Binary blocks: any number of ranks as blocks of powers of two, each halving by itself, then small into large.
+"""Binary blocks: any number of ranks as blocks of powers of two; recursive halving in each, then small into large.
 
 *Cost* (N ranks, n bytes; L ranks in the largest block): 2 log2 L steps and those between blocks, where a rank of the
-smaller sends its slice in as many pieces as the larger block is larger; good for 8 + 4, poor for 8 + 1.
+smaller block sends its slice in as many parts as the ratio of the block sizes; good for 8 + 4, poor for 8 + 1.
 *Order*: within a block as in `halving`; then the larger block's sum + the smaller's, from the smallest block up.
 *Source*: Rabenseifner and Traff; Thakur, Rabenseifner and Gropp 2005.
 """

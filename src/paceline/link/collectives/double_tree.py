@@ -1,4 +1,4 @@
-"""Double binary tree: two trees, each for half of the elements; who is inner in one is a leaf in the other.
+"""Double binary tree: two trees, each for half of the elements; an inner node of one is a leaf of the other.
 
 *Cost* (N ranks, n bytes): at most 4 log2 N steps of n / 2; a long tensor in S segments: about 4 S more, of n / (2 S),
 so that 2 to 3 n follow one another. No rank sends more than 2 n.
@@ -17,14 +17,14 @@ MAX_SEGMENTS = 16  # segments of each half
 
 
 def parent(node: int, size: int) -> int:
-    """Of every node but 0, which is the root: its lowest set bit moves one up, or goes where that leaves the tree."""
+    """The parent of a node but the root, 0: the lowest set bit moves one up, or is cleared where that is no node."""
     bit = node & -node
     up = node ^ bit | bit << 1
     return up if up < size else node ^ bit
 
 
 def trees(ranks: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Which rank is node i, in each tree. Odd nodes are leaves: the other tree mirrors or shifts them away."""
+    """The rank of node i, in each tree. Odd nodes are leaves: the second tree mirrors or shifts the ranks."""
     return list(ranks), list(ranks[::-1]) if len(ranks) % 2 == 0 else [*ranks[1:], *ranks[:1]]
 
 

@@ -26,7 +26,7 @@ def largest_power(size: int) -> int:
 
 
 def halve(ranks: Sequence[int], count: int) -> Iterator[Message]:
-    """Sums over a power of two of ranks: the i-th ends with slice i."""
+    """A reduce-scatter over a power of two of ranks: the i-th ends with the sum of slice i."""
     cuts = bounds(count, len(ranks))
     distance = len(ranks) // 2
     while distance:

@@ -1,8 +1,8 @@
-"""Ring: every rank talks to its two neighbours alone; fewest bytes, most steps.
+"""Ring: every rank sends to one neighbour and receives from the other; fewest bytes, most steps.
 
 *Cost* (N ranks, n bytes): 2 (N - 1) steps of n / N; each rank sends 2 (N - 1) / N n.
 *Order*: slice i is added up from rank i on, around the ring: ((x_i + x_i+1) + ...) + x_i-1.
-*Source*: Patarasuk and Yuan 2009; the way back goes round the other way.
+*Source*: Patarasuk and Yuan 2009; here the complete sums travel in the other direction.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from paceline.link.net.collective_rounds import Message
 
 
 def reduce(ranks: Sequence[int], count: int, nodes: Sequence[Hashable] = ()) -> Iterator[Message]:
-    """``nodes[rank]``: where it lives."""
+    """``nodes[rank]``: its node."""
     members: dict[Hashable, list[int]] = {}
     for rank in ranks:
         members.setdefault(nodes[rank], []).append(rank)

@@ -1,14 +1,14 @@
 """Authentication: proof of the run's secret, then frames with MACs and sequence numbers.
 
-    server -> guest:  magic, version                  which language
-                      nonce
-    guest -> server:  magic, version, rank, nonce, proof by the guest
-    server -> guest:  proof by the server, or REFUSED
-    then each way:    length, body, seal
+    server -> client:  magic, version                  of the protocol
+                       nonce
+    client -> server:  magic, version, rank, nonce, proof by the client
+    server -> client:  proof by the server, or REFUSED
+    then each way:     length, body, MAC
 
-Proofs and seals are HMAC-SHA256 over the version, the speaker's part, the rank and both nonces; a seal's key is of
-this conversation and of one direction, and its frames are counted. Who listens on the wire can read, unless the secret
-is an `EncryptionKey` one: then bodies are encrypted, too, by AES-256-GCM with a key and a count of their own kind.
+Proofs are HMAC-SHA256 with the secret over the version, the sender's role, the rank and both nonces. Each direction of
+each connection derives its own MAC key; a frame's MAC covers its sequence number. An eavesdropper can read the bodies,
+unless the secret is an `EncryptionKey`: then AES-256-GCM encrypts them, with another key and the same numbers.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from typing import Any
 
 VERSION = 1
 MAGIC = b"paceline"
-HEADER = MAGIC + bytes([VERSION])  # of every version: its place and length never change
-SIZE = 32  # bytes of a nonce, a proof, a seal
+HEADER = MAGIC + bytes([VERSION])  # its place and length are the same in every version
+SIZE = 32  # bytes of a nonce, a proof, a MAC
 HELLO = struct.Struct(f"<{len(HEADER)}sH{SIZE}s{SIZE}s")
 REFUSED = bytes(SIZE)
 MAX_BYTES = 64 * 1024  # of a body
-GUEST, SERVER = b"guest", b"server"
-TAG = 16  # bytes by which AES-GCM lengthens what it hides
+CLIENT, SERVER = b"guest", b"server"
+TAG = 16  # bytes that AES-GCM appends
 
 
 class AuthError(ValueError):
-    """What came is not what a member would have sent."""
+    """The peer sent something that no member sends."""
 
 
 class EncryptionKey(bytes):
-    """A secret in whose conversations bodies are encrypted. Proofs by it are none by the bare one, nor the reverse."""
+    """A secret of an encrypted run. Proofs made with it do not match those made with the same bytes unencrypted."""
 
 
 _taken: list[bytes] = []
 
 
 def secret_of_environment() -> bytes:
-    """PACELINE_SECRET, which a launcher sets. Without it the secret is empty, and anyone may join.
+    """PACELINE_SECRET, which a launcher sets. Without it the secret is empty, and any process may join.
 
-    It is taken out of the environment and kept here: what this process starts from now on does not get it.
+    It is removed from the environment and kept here: processes started from now on do not inherit it.
     """
     if (secret := os.environ.pop("PACELINE_SECRET", None)) is not None:
         _taken[:] = [secret.encode()]
@@ -54,11 +54,11 @@ def secret_of_environment() -> bytes:
 
 
 def exactly(line: socket.socket, count: int) -> bytes:
-    """So many bytes from the peer. Raises ConnectionResetError where it closes the connection before."""
+    """``count`` bytes from the peer. Raises ConnectionResetError where it closes the connection before."""
     found = b""
     while len(found) < count:
         if not (received := line.recv(count - len(found))):
-            raise ConnectionResetError("it hung up")
+            raise ConnectionResetError("it closed the connection")
         found += received
     return found
 
@@ -67,59 +67,59 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
     return hmac.new(key, pack(parts), hashlib.sha256).digest()
 
 
-def mac(secret: bytes, part: bytes, rank: int, nonces: bytes) -> bytes:
-    what = b"proof of a hidden one" if isinstance(secret, EncryptionKey) else b"proof"
-    return _mac(secret, HEADER, what, part, struct.pack("<H", rank), nonces)
+def mac(secret: bytes, role: bytes, rank: int, nonces: bytes) -> bytes:
+    purpose = b"proof of a hidden one" if isinstance(secret, EncryptionKey) else b"proof"
+    return _mac(secret, HEADER, purpose, role, struct.pack("<H", rank), nonces)
 
 
 same = hmac.compare_digest
 
 
 class MessageAuthenticator:
-    """One side of a conversation: wraps what it says, and opens what it hears, each once and in order."""
+    """One end of a connection: adds MACs to sent frames and verifies received ones, each once and in order."""
 
-    def __init__(self, secret: bytes, part: bytes, rank: int, nonces: bytes, most_bytes: int = MAX_BYTES):
-        self.most_bytes = most_bytes
+    def __init__(self, secret: bytes, role: bytes, rank: int, nonces: bytes, max_bytes: int = MAX_BYTES):
+        self.max_bytes = max_bytes
 
-        def keys(what: bytes) -> tuple[bytes, bytes]:
-            about = struct.pack("<H", rank), nonces
-            other = SERVER if part == GUEST else GUEST
-            return _mac(secret, HEADER, what, part, *about), _mac(secret, HEADER, what, other, *about)
+        def keys(purpose: bytes) -> tuple[bytes, bytes]:
+            connection = struct.pack("<H", rank), nonces
+            other = SERVER if role == CLIENT else CLIENT
+            return _mac(secret, HEADER, purpose, role, *connection), _mac(secret, HEADER, purpose, other, *connection)
 
-        self._says, self._hears = keys(b"seal")
-        self._hides, self._shows = (StreamCipher(secret, key) for key in keys(b"veil"))
-        self._num_said = self._num_heard = 0
+        self._send_key, self._receive_key = keys(b"seal")
+        self._send_cipher, self._receive_cipher = (StreamCipher(secret, key) for key in keys(b"veil"))
+        self._num_sent = self._num_received = 0
 
     def wrap(self, fields: Sequence[bytes]) -> bytes:
-        """Raises ValueError for more than ``most_bytes``."""
-        body = self._hides.hide(pack(fields), self._num_said)
-        if len(body) > self.most_bytes:
-            raise ValueError(f"the other side takes at most {self.most_bytes} bytes at a time, got {len(body)}")
-        seal = _mac(self._says, struct.pack("<Q", self._num_said), body)
-        self._num_said += 1
-        return struct.pack("<I", len(body)) + body + seal
+        """Raises ValueError for more than ``max_bytes``."""
+        body = self._send_cipher.encrypt(pack(fields), self._num_sent)
+        if len(body) > self.max_bytes:
+            raise ValueError(f"the other side takes at most {self.max_bytes} bytes at a time, got {len(body)}")
+        tag = _mac(self._send_key, struct.pack("<Q", self._num_sent), body)
+        self._num_sent += 1
+        return struct.pack("<I", len(body)) + body + tag
 
-    def take(self, heard: bytearray) -> list[bytes] | None:
-        """The fields of the first frame in ``heard``, which is cut off; None until it is whole. Raises Distrust."""
-        if len(heard) < 4:
+    def take(self, received: bytearray) -> list[bytes] | None:
+        """Removes the first frame from ``received``; its fields, or None until it is whole. Raises AuthError."""
+        if len(received) < 4:
             return None
-        (size,) = struct.unpack_from("<I", heard)
-        if size > self.most_bytes:
+        (size,) = struct.unpack_from("<I", received)
+        if size > self.max_bytes:
             raise AuthError(f"a frame of {size} bytes")
-        if len(heard) < 4 + size + SIZE:
+        if len(received) < 4 + size + SIZE:
             return None
-        body, seal = bytes(heard[4 : 4 + size]), bytes(heard[4 + size : 4 + size + SIZE])
-        if not same(seal, _mac(self._hears, struct.pack("<Q", self._num_heard), body)):
-            raise AuthError("a frame with a wrong seal")
-        fields = unpack(self._shows.show(body, self._num_heard))
-        self._num_heard += 1
-        del heard[: 4 + size + SIZE]
+        body, tag = bytes(received[4 : 4 + size]), bytes(received[4 + size : 4 + size + SIZE])
+        if not same(tag, _mac(self._receive_key, struct.pack("<Q", self._num_received), body)):
+            raise AuthError("a frame with a wrong MAC")
+        fields = unpack(self._receive_cipher.decrypt(body, self._num_received))
+        self._num_received += 1
+        del received[: 4 + size + SIZE]
         return fields
 
 
 class StreamCipher:
-    """Hides what is said under an `EncryptionKey` secret, and nothing under another. ``key``: 32 bytes, of one
-    direction of one conversation, in which no number comes twice."""
+    """Encrypts where the secret is an `EncryptionKey`; else returns the bytes as they are. ``key``: 32 bytes, of one
+    direction of one connection; no message number may be used twice with it."""
 
     def __init__(self, secret: bytes, key: bytes):
         self._cipher: Any = None
@@ -132,12 +132,12 @@ class StreamCipher:
     def hides(self) -> bool:
         return self._cipher is not None
 
-    def hide(self, words: bytes | memoryview, number: int) -> bytes:
-        return bytes(words if self._cipher is None else self._cipher.encrypt(_nonce(number), words, None))
+    def encrypt(self, message: bytes | memoryview, number: int) -> bytes:
+        return bytes(message if self._cipher is None else self._cipher.encrypt(_nonce(number), message, None))
 
-    def show(self, words: bytes | memoryview, number: int) -> bytes:
-        """Of what has been proved to be a member's."""
-        return bytes(words if self._cipher is None else self._cipher.decrypt(_nonce(number), words, None))
+    def decrypt(self, message: bytes | memoryview, number: int) -> bytes:
+        """The MAC of ``message`` must have been verified."""
+        return bytes(message if self._cipher is None else self._cipher.decrypt(_nonce(number), message, None))
 
 
 def _nonce(number: int) -> bytes:
@@ -149,7 +149,7 @@ def pack(fields: Sequence[bytes]) -> bytes:
 
 
 def unpack(body: bytes) -> list[bytes]:
-    """Raises Distrust where lengths and body do not fit."""
+    """Raises AuthError where lengths and body do not fit."""
     fields = []
     while body:
         size = int.from_bytes(body[:4], "little")

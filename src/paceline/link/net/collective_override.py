@@ -1,6 +1,6 @@
 """A link whose all-reduce is replaced by an algorithm of `collectives/`.
 
-Sums of one lane follow one another in the order in which they were asked for, each in a thread of its own.
+The sums of one lane run one after another, in the order of the calls, each in its own thread.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from paceline.transport import Handle, Link
 
 
 def agree_on(link: Link, name: str) -> None:
-    """Raises ValueError on every rank where they do not all name the same: their messages would not fit together."""
+    """Raises ValueError on every rank where the ranks name different algorithms: their messages would not match."""
     known = "", *names()
-    mine = torch.tensor([known.index(name)])
-    told = [known[int(part)] for part in link.all_gather(mine, "the choice of a collective", even=True).wait()]
-    if len(set(told)) > 1:
-        said = ", ".join(
-            f"{one!r} on {host}" if one else f"not set on {host}" for one, host in zip(told, link.hosts, strict=True)
-        )
-        raise ValueError(f"PACELINE_COLLECTIVE is {said}; all nodes need the same: set it alike on all")
+    own = torch.tensor([known.index(name)])
+    requested = [known[int(part)] for part in link.all_gather(own, "the choice of a collective", even=True).wait()]
+    if len(set(requested)) > 1:
+        pairs = zip(requested, link.hosts, strict=True)
+        listed = ", ".join(f"{one!r} on {host}" if one else f"not set on {host}" for one, host in pairs)
+        raise ValueError(f"PACELINE_COLLECTIVE is {listed}; all nodes need the same: set it alike on all")
 
 
 def override(link: Link, name: str) -> Link:
-    """``link`` with its sums by the collective of that name, or as it is where that is ""."""
+    """``link`` with its sums by the algorithm of that name; for "" the link itself."""
     return CollectiveOverride(link, Collective(name)) if name else link
 
 
 class CollectiveOverride(Link):
-    """``link`` with its `sum` by ``collective``; all else is the link's own."""
+    """``link`` with its `sum` by ``collective``; all other operations are the link's own."""
 
     def __init__(self, link: Link, collective: Collective):
         self.link, self.collective = link, collective
@@ -54,8 +53,8 @@ class CollectiveOverride(Link):
     def lane(self, name: str) -> Link:
         return CollectiveOverride(self.link.lane(name), self.collective)
 
-    def set_regime(self, quick: bool) -> None:
-        self.link.set_regime(quick)
+    def set_regime(self, high_bandwidth: bool) -> None:
+        self.link.set_regime(high_bandwidth)
 
     def sum(self, tensor: Tensor, what: str = "sum") -> Handle:
         self._last = _Sum(self, tensor, what, self._last)
@@ -90,7 +89,7 @@ class CollectiveOverride(Link):
 
 
 class _Sum(Handle):
-    """A sum under way, after the one before it on the same lane."""
+    """A sum in flight; it starts after the previous sum of the same lane."""
 
     def __init__(self, link: CollectiveOverride, tensor: Tensor, what: str, before: _Sum | None):
         self.tensor, self.what = tensor, what
@@ -119,7 +118,7 @@ class _Sum(Handle):
 
     def wait(self, deadline_s: float | None = None) -> Any:
         if not self.finished.wait(deadline_s):
-            raise LinkError(f"gave up on {self.what} after {deadline_s:.0f} s: it is still under way")
+            raise LinkError(f"gave up on {self.what} after {deadline_s:.0f} s: it is still in progress")
         if self.error:
             raise self.error
         return self.tensor

@@ -1,9 +1,8 @@
-"""Messages in rounds: a sum over all ranks as data, to be drawn, counted and run.
+"""Rounds of messages: the schedule of an all-reduce as data, which can be drawn, counted and run.
 
-A round is what may happen at once where a rank sends one message and receives one at a time. An algorithm says only
-how values flow together, message by message; here they become rounds, and the way back: the same messages in
-reverse, copying what is now whole. So every value is added up in one place and copied from there, and all ranks end
-with the same bits.
+In a round each rank sends at most one message and receives at most one. An algorithm lists only the messages of the
+reduction; `packed` schedules them into rounds, and `there_and_back` appends the same messages in reverse, which copy
+the complete sums. So one rank adds up each value, the others copy it, and all ranks end with the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 
 class Message(NamedTuple):
-    """Elements ``start`` to ``stop`` go from ``source`` to ``target``, which adds them to its own, or takes them."""
+    """Elements ``start`` to ``stop`` go from ``source`` to ``target``, which adds them to its own, or copies them."""
 
     source: int
     target: int
@@ -31,14 +30,14 @@ Rounds = tuple[tuple[Message, ...], ...]
 
 
 def bounds(count: int, parts: int) -> list[int]:
-    """Where ``parts`` slices of ``count`` elements begin and end: ``parts`` + 1 places; sizes differ by at most one."""
+    """The ``parts`` + 1 boundaries of ``parts`` slices of ``count`` elements, whose sizes differ by at most one."""
     return [count * i // parts for i in range(parts + 1)]
 
 
 def packed(messages: Iterable[Message]) -> Rounds:
-    """Each message in the first round in which what it carries is there and both ends are free; empty ones in none.
+    """Each message in the first round in which its source has the elements and both ranks are free; empty ones in none.
 
-    ``messages``: listed so that a rank sends elements after it has received all that is to be added to them.
+    ``messages``: in an order in which a rank sends elements after it has received all that is added to them.
     """
     rounds: list[list[Message]] = []
     arrived: defaultdict[int, list[tuple[int, Message]]] = defaultdict(list)
@@ -59,6 +58,6 @@ def packed(messages: Iterable[Message]) -> Rounds:
 
 
 def there_and_back(rounds: Rounds) -> Rounds:
-    """The rounds, and then their mirror image: who has received sends back what has become of it."""
+    """The rounds, and then the same in reverse: each receiver sends the complete sums back."""
     back = (tuple(Message(m.target, m.source, m.start, m.stop, False) for m in one) for one in reversed(rounds))
     return (*rounds, *back)

@@ -1,7 +1,7 @@
-"""One sum over all ranks by a named algorithm of `collectives/`, over any link's messages, with its cost.
+"""All-reduce (sum) by a named algorithm of `collectives/`, over any link's send and recv, with its exact cost.
 
-All ranks end with the same bits: a value is added up in one place, in the tensor's own type, in an order that depends
-on the algorithm and the numbers of ranks and elements alone, and is copied from there.
+All ranks end with the same bits: one rank adds up an element, in the tensor's own type, and the others copy it. The
+order of summation depends only on the algorithm and on the numbers of ranks and elements.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from paceline.link.net.collective_rounds import Message, Rounds, packed, there_a
 from paceline.messages import CommCost
 from paceline.transport import Link
 
-TAG = 0x5EED  # of messages that belong to a sum
+TAG = 0x5EED  # of the messages of a sum
 
 
 @dataclass(frozen=True)
 class Traffic(CommCost):
-    """A sum's cost, exactly: ``bytes`` and ``flops`` are those of the rank that sends, or adds, most.
+    """A sum's exact cost: ``bytes`` and ``flops`` are those of the rank that sends, or adds, most.
 
-    ``serial_bytes``: of the largest message of each step, one after another.
+    ``serial_bytes``: the largest message of each step, summed over the steps.
     ``messages``, ``total_bytes``: of all ranks.
     """
 
@@ -42,17 +42,17 @@ class Traffic(CommCost):
 
 
 def seconds(cost: CommCost, alpha_s: float, beta_s_per_byte: float) -> float:
-    """What messages of ``alpha_s`` + bytes * ``beta_s_per_byte`` take, one after another."""
+    """The alpha-beta cost: a message takes ``alpha_s`` + bytes * ``beta_s_per_byte``; steps follow one another."""
     return cost.steps * alpha_s + cost.in_sequence * beta_s_per_byte
 
 
 def names() -> tuple[str, ...]:
-    """All algorithms, sorted: the files of the folder."""
+    """All algorithms, sorted: the modules of `collectives/`."""
     return tuple(sorted(found.name for found in pkgutil.iter_modules(collectives.__path__)))
 
 
 class Collective:
-    """A sum by the algorithm of that name. Raises ValueError for one that is not known."""
+    """A sum by the algorithm of that name. Raises ValueError for an unknown one."""
 
     def __init__(self, name: str):
         if name not in names():
@@ -62,7 +62,7 @@ class Collective:
         self.name = name
 
     def rounds(self, size: int, count: int, nodes: Sequence[Hashable] = ()) -> Rounds:
-        """Who sends what to whom, and when. ``nodes[rank]``: where it lives; each by itself where nothing is said."""
+        """The messages of each round. ``nodes[rank]``: its node; by default each rank is a node of its own."""
         return _rounds(self.name, size, count, self._places(size, nodes))
 
     def _places(self, size: int, nodes: Sequence[Hashable]) -> tuple[Hashable, ...]:
@@ -86,16 +86,16 @@ class Collective:
     ) -> Tensor:
         """Adds all ranks' tensors into each; returns the tensor.
 
-        ``nodes``: as in `rounds`; the link's hosts where nothing is said. ``deadline_s``: of each message.
+        ``nodes``: as in `rounds`; by default the link's hosts. ``deadline_s``: of each message.
         Raises LinkError.
         """
-        where = tuple(link.hosts if nodes is None else nodes)
+        places = tuple(link.hosts if nodes is None else nodes)
         flat = tensor.detach().reshape(-1)
-        landing = torch.empty_like(flat)
-        for out, into in _turns(self.name, link.size, flat.numel(), where, link.rank):
+        buffer = torch.empty_like(flat)
+        for out, into in _own_rounds(self.name, link.size, flat.numel(), places, link.rank):
             if into:
                 place = flat[into.start : into.stop]
-                received = (landing if into.add else flat)[into.start : into.stop]
+                received = (buffer if into.add else flat)[into.start : into.stop]
                 receiving = link.recv(received, into.source, tag)
             if out:
                 sending = link.send(flat[out.start : out.stop], out.target, tag)
@@ -116,9 +116,9 @@ def _rounds(name: str, size: int, count: int, nodes: tuple[Hashable, ...]) -> Ro
     return there_and_back(packed(algorithm.reduce(range(size), count, nodes)))
 
 
-@lru_cache(maxsize=4096)  # a model asks for each of its layers at every step
+@lru_cache(maxsize=4096)  # called for each layer of the model at every step
 def _traffic(name: str, size: int, count: int, itemsize: int, nodes: tuple[Hashable, ...]) -> Traffic:
-    rounds = _rounds.__wrapped__(name, size, count, nodes)  # larger than what is kept of them here
+    rounds = _rounds.__wrapped__(name, size, count, nodes)  # uncached: rounds are large, and only totals are kept
     everything = [message for one in rounds for message in one]
     sent, added = [0] * size, [0] * size
     for message in everything:
@@ -135,14 +135,14 @@ def _traffic(name: str, size: int, count: int, itemsize: int, nodes: tuple[Hasha
 
 
 @lru_cache(maxsize=256)
-def _turns(
+def _own_rounds(
     name: str, size: int, count: int, nodes: tuple[Hashable, ...], rank: int
 ) -> tuple[tuple[Message | None, Message | None], ...]:
-    """One rank's part: what it sends and what it receives, round by round, those without either left out."""
-    turns = []
+    """(the message that this rank sends, the message that it receives) in each round, without rounds of neither."""
+    own = []
     for one in _rounds(name, size, count, nodes):
         out = next((message for message in one if message.source == rank), None)
         into = next((message for message in one if message.target == rank), None)
         if out or into:
-            turns.append((out, into))
-    return tuple(turns)
+            own.append((out, into))
+    return tuple(own)

@@ -1,11 +1,11 @@
-"""TCP keepalive where gloo sets none: a broken cable between two nodes ends what waits on it.
+"""TCP keepalive where gloo sets none: operations on a broken connection between two nodes end with an error.
 
-The pulse sees who is cut off from rank 0. Of two others that are cut off from each other alone, only their own
-connections know. A process that stands still, and a slow link, answer the kernel's questions and are left in peace.
+The heartbeat detects a node that is cut off from rank 0. Two other nodes that are cut off only from each other show it
+on their own connections alone. A suspended process still answers keepalive probes, and so does a slow link: both stay
+connected.
 
-Ports that a library leaves open after those have come who should: closed, without the library's noticing.
-
-Gloo listens for as long as its device lives. It keeps every connection that says eight bytes there, takes one for a
+Closing ports that a library leaves open after all peers have connected, without the library's noticing:
+Gloo listens for as long as its device lives. It keeps every connection that sends eight bytes there, takes it for a
 peer's if they are the right eight, and ends the process when it has no descriptors left.
 """
 
@@ -23,15 +23,15 @@ from typing import TypeVar
 import psutil
 
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
-SILENT_S = 5  # without an answer, or without one to what was sent
-ASK_AFTER_S, ASK_EVERY_S, ASK_TIMES = 2, 1, 3
-INFO_BYTES = 104  # of struct tcp_info, in which are: segments without an answer, milliseconds since the last one
+SILENT_S = 5  # without an acknowledgement, of a probe or of data
+PROBE_AFTER_S, PROBE_EVERY_S, NUM_PROBES = 2, 1, 3
+INFO_BYTES = 104  # of struct tcp_info: with unacknowledged segments, and milliseconds since the last acknowledgement
 UNACKED = LAST_ACK = struct.Struct("I")
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """The connections made within, by whatever library, end with an error when the other end cannot be reached."""
+    """Turns on keepalive for all TCP connections made within: they end with an error when the peer is unreachable."""
     before = sockets()
     yield
     if sys.platform != "linux":
@@ -41,24 +41,24 @@ def watched() -> Iterator[None]:
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as line:
             if line.type == socket.SOCK_STREAM and line.family in (socket.AF_INET, socket.AF_INET6):
-                line.getpeername()  # one that listens has none
+                line.getpeername()  # raises for a listening socket
                 watch(line)
 
 
 def watch(line: socket.socket) -> None:
-    """One connection, as those made within `watched`."""
+    """Turns on keepalive for one connection."""
     if sys.platform == "linux":
         line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ASK_AFTER_S)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_EVERY_S)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, ASK_TIMES)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_AFTER_S)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S)
 
 
 def sockets() -> dict[int, str]:
-    """This process's, by descriptor."""
+    """This process's sockets: the inode by descriptor."""
     found = {}
-    with contextlib.suppress(OSError):  # where there is no /proc
+    with contextlib.suppress(OSError):  # without /proc
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 kind = os.readlink(f"/proc/self/fd/{name}")
@@ -68,20 +68,20 @@ def sockets() -> dict[int, str]:
 
 
 def addresses() -> list[str]:
-    """This machine's own, as others may see them."""
+    """This machine's addresses."""
     cards = [one.address for card in psutil.net_if_addrs().values() for one in card if one.family in FAMILIES]
     return [address.partition("%")[0] for address in cards]
 
 
 def unanswered(among: Collection[str]) -> str:
-    """Which of these addresses has not confirmed what this process sent it for SILENT_S, by whatever library; empty if
-    none. A script's own connections to elsewhere may break as they like."""
+    """The first of these addresses that has not acknowledged data of this process for SILENT_S, on any connection;
+    empty if none. Connections to other addresses, such as a script's own, do not matter."""
     for descriptor in sockets():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as line:
             if line.type == socket.SOCK_STREAM and line.family in (socket.AF_INET, socket.AF_INET6):
-                told = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
-                waiting, silent_ms = UNACKED.unpack_from(told, 24)[0], LAST_ACK.unpack_from(told, 56)[0]
-                if waiting and told[2] > 1 and silent_ms > 1000 * SILENT_S:  # told[2]: times that it was sent again
+                info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
+                waiting, silent_ms = UNACKED.unpack_from(info, 24)[0], LAST_ACK.unpack_from(info, 56)[0]
+                if waiting and info[2] > 1 and silent_ms > 1000 * SILENT_S:  # info[2]: retransmissions
                     address = str(line.getpeername()[0]).partition("%")[0].removeprefix("::ffff:")
                     if address in among:
                         return address
@@ -90,27 +90,27 @@ def unanswered(among: Collection[str]) -> str:
 
 Result = TypeVar("Result")
 
-_turn = threading.Lock()  # of all threads that open something here: each must know what is its own
+_opening = threading.Lock()  # only one thread at a time opens sockets here: each must know which are its own
 
 
 @contextlib.contextmanager
 def shut_after(address: str, begin: Callable[[], Result]) -> Iterator[Result]:
-    """Gives what ``begin()`` returns; where it has begun to listen at ``address``, nobody listens after this."""
-    with _turn:
+    """Yields what ``begin()`` returns; afterwards shuts the sockets that it opened to listen at ``address``."""
+    with _opening:
         before = _listening(address)
         begun = begin()
         opened = {number: kind for number, kind in _listening(address).items() if before.get(number) != kind}
     try:
         yield begun
     finally:
-        with _turn:
+        with _opening:
             there = _listening(address)
             for number in [number for number, kind in opened.items() if there.get(number) == kind]:
                 _shut(number)
 
 
 def _listening(address: str) -> dict[int, str]:
-    """This process's sockets, by descriptor."""
+    """This process's listening sockets at ``address``: the inode by descriptor."""
     found = {}
     for descriptor, kind in sockets().items():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as line:
@@ -123,9 +123,9 @@ def _listening(address: str) -> dict[int, str]:
 
 
 def _shut(descriptor: int) -> None:
-    """In its place one where nobody comes: a library that is just accepting finds nobody there, which is no error."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as nowhere:
-        nowhere.bind("")  # a name that the kernel makes up, in no folder
-        nowhere.listen(0)
-        nowhere.setblocking(False)
-        os.dup2(nowhere.fileno(), descriptor, inheritable=False)
+    """Replaces it by a socket to which no process connects: an accept in the library then finds none, without error."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as unused:
+        unused.bind("")  # an abstract name chosen by the kernel, in no folder
+        unused.listen(0)
+        unused.setblocking(False)
+        os.dup2(unused.fileno(), descriptor, inheritable=False)

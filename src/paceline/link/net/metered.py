@@ -25,9 +25,9 @@ class Transfer:
 
 
 class MeteredLink(Link):
-    """``link`` as it is. ``watch``, of the first lane, is called from any thread when an operation has begun.
+    """Forwards all to ``link``. The first lane's ``watch`` is called, from any thread, after an operation has begun.
 
-    ``first``: of a lane; ``spent``: bytes that earlier links of this rank have sent.
+    ``first``: the lane that this one was made from; ``spent``: bytes that earlier links of this rank have sent.
     """
 
     def __init__(self, link: Link, name: str = "control", first: MeteredLink | None = None, spent: int = 0):
@@ -40,7 +40,7 @@ class MeteredLink(Link):
 
     @property
     def sent_bytes(self) -> int:  # type: ignore[override]
-        """Of this lane and of all that were made from it, and of the links before."""
+        """Of this lane, of all lanes made from it, and of earlier links."""
         return self._spent + self.link.sent_bytes + sum(lane.sent_bytes for lane in self._lanes)
 
     def lane(self, name: str) -> Link:
@@ -48,40 +48,40 @@ class MeteredLink(Link):
         self._lanes.append(lane)
         return lane
 
-    def _begun(self, operation: str, what: str, tensor: Tensor, begin: Callable[[], Handle]) -> Handle:
+    def _metered(self, operation: str, what: str, tensor: Tensor, begin: Callable[[], Handle]) -> Handle:
         watch = self._first.watch
         if watch is None:
             return begin()
         begin_s, before = time.perf_counter(), self.link.sent_bytes
         handle = begin()
-        # a sum made of messages counts them when they leave, which is later
+        # a sum made of point-to-point messages counts their bytes when each is sent, which is later
         counted = self.link.sent_bytes - before or int(self.link.cost(operation, tensor.nbytes).bytes)
         watch(Transfer(self.name, operation, what, counted, begin_s, handle))
         return handle
 
-    def set_regime(self, quick: bool) -> None:
-        self.link.set_regime(quick)
+    def set_regime(self, high_bandwidth: bool) -> None:
+        self.link.set_regime(high_bandwidth)
 
     def sum(self, tensor: Tensor, what: str = "sum") -> Handle:
-        return self._begun("sum", what, tensor, lambda: self.link.sum(tensor, what))
+        return self._metered("sum", what, tensor, lambda: self.link.sum(tensor, what))
 
     def max(self, tensor: Tensor, what: str = "max") -> Handle:
-        return self._begun("max", what, tensor, lambda: self.link.max(tensor, what))
+        return self._metered("max", what, tensor, lambda: self.link.max(tensor, what))
 
     def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> Handle:
-        return self._begun("all-gather", what, tensor, lambda: self.link.all_gather(tensor, what, even))
+        return self._metered("all-gather", what, tensor, lambda: self.link.all_gather(tensor, what, even))
 
     def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> Handle:
-        return self._begun("reduce-scatter", what, tensor, lambda: self.link.reduce_scatter(tensor, what))
+        return self._metered("reduce-scatter", what, tensor, lambda: self.link.reduce_scatter(tensor, what))
 
     def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> Handle:
-        return self._begun("broadcast", what, tensor, lambda: self.link.broadcast(tensor, root, what))
+        return self._metered("broadcast", what, tensor, lambda: self.link.broadcast(tensor, root, what))
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
-        return self._begun("send", f"to rank {peer}", tensor, lambda: self.link.send(tensor, peer, tag))
+        return self._metered("send", f"to rank {peer}", tensor, lambda: self.link.send(tensor, peer, tag))
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
-        return self._begun("recv", f"from rank {peer}", tensor, lambda: self.link.recv(tensor, peer, tag))
+        return self._metered("recv", f"from rank {peer}", tensor, lambda: self.link.recv(tensor, peer, tag))
 
     def cost(self, operation: str, num_bytes: int) -> CommCost:
         return self.link.cost(operation, num_bytes)

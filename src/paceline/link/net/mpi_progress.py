@@ -1,7 +1,7 @@
-"""Initialises mpi4py once per process and finalises it; adds the types and operations that MPI has not.
+"""Initialises mpi4py once per process and finalises it; adds the types and operations that MPI lacks.
 
-A progress thread tests all pending requests in turn: MPI moves most messages inside its own calls, and without this
-thread, what was started during backward would travel only once the step waits for it.
+A progress thread tests all pending requests in turn. MPI moves most messages only inside its own calls: without this
+thread, operations started during backward would make no progress until the step waits for them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DRAIN_S = 5.0
 
 
 class Library:
-    """``unclosed``: the links that have not left in peace."""
+    """``unclosed``: the links that were not closed normally."""
 
     def __init__(self) -> None:
         try:
@@ -43,7 +43,7 @@ class Library:
             raise ValueError(
                 f"a link over MPI calls it from several threads and needs MPI_THREAD_MULTIPLE (level "
                 f"{MPI.THREAD_MULTIPLE}), but this process has level {level}; join before the script initialises MPI, "
-                f"or have it ask for MPI_THREAD_MULTIPLE, or set PACELINE_LINK={LINK}"
+                f"or have it request MPI_THREAD_MULTIPLE, or set PACELINE_LINK={LINK}"
             )
         self.progress = Progress()
         self.unclosed: set[object] = set()
@@ -60,11 +60,11 @@ class Library:
     def operation(self, kind: str, dtype: torch.dtype) -> Any:
         if dtype not in self.types:
             known = ", ".join(str(known).removeprefix("torch.") for known in self.types)
-            raise ValueError(f"a link over MPI: {kind} is made in {known}, got {dtype}; convert the tensor")
+            raise ValueError(f"a link over MPI: {kind} supports {known}, got {dtype}; convert the tensor")
         return self.operations.get((kind, dtype)) or self.operations[kind, None]
 
     def close(self) -> None:
-        """Finalizing waits for all: only those who have left everyone in peace may."""
+        """MPI_Finalize waits for all ranks: it is called only where every link was closed normally."""
         if self.unclosed:
             self.progress.stop(0.0)
         elif self.progress.stop(DRAIN_S) and self.ours:
@@ -80,31 +80,31 @@ def _combine(dtype: torch.dtype, combine: Callable[..., Tensor], one: Any, into:
         combine(a, b, out=b)
 
 
-POLL_S = 2e-4  # between two rounds of asking
-WAITED_POLL_S = 5e-5  # while somebody waits
+POLL_S = 2e-4  # between two rounds of tests
+WAITED_POLL_S = 5e-5  # while a thread waits for a request
 
 
 class Flight:
-    """One operation under way. ``kept``: what must stay in memory until it has ended."""
+    """One operation in progress. ``buffers``: must stay in memory until it has ended."""
 
-    def __init__(self, request: Any, kept: Any):
-        self.request, self.kept = request, kept
+    def __init__(self, request: Any, buffers: Any):
+        self.request, self.buffers = request, buffers
         self.ended = threading.Event()
         self.error: Exception | None = None
 
-    def ask(self) -> bool:
+    def test(self) -> bool:
         try:
             if not self.request.Test():
                 return False
         except Exception as error:
             self.error = error
-        self.kept = None
+        self.buffers = None
         self.ended.set()
         return True
 
 
 class Progress:
-    """Asks until every flight has ended. A flight is asked for by this thread alone, as MPI wants it."""
+    """Tests requests until all have ended. MPI requires that one thread alone tests a request: this one."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -114,8 +114,8 @@ class Progress:
         self._thread = threading.Thread(target=self._run, name="paceline progress", daemon=True)
         self._thread.start()
 
-    def watch(self, request: Any, kept: Any) -> Flight:
-        flight = Flight(request, kept)
+    def watch(self, request: Any, buffers: Any) -> Flight:
+        flight = Flight(request, buffers)
         with self._changed:
             self._flights.append(flight)
             self._changed.notify()
@@ -138,14 +138,14 @@ class Progress:
                 flights = list(self._flights)
             if not flights or time.monotonic() > self._end:
                 return
-            if ended := [flight for flight in flights if flight.ask()]:
+            if ended := [flight for flight in flights if flight.test()]:
                 with self._changed:
                     self._flights = [flight for flight in self._flights if flight not in ended]
             else:
                 time.sleep(WAITED_POLL_S if self._num_waiting else POLL_S)
 
     def stop(self, drain_s: float) -> bool:
-        """Lets what is under way end, for ``drain_s``; whether all of it did."""
+        """Waits up to ``drain_s`` for the operations in progress; whether all of them ended."""
         with self._changed:
             self._end = time.monotonic() + drain_s
             self._changed.notify()

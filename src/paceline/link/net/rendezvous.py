@@ -1,4 +1,4 @@
-"""Rendezvous: the ranks of a run find each other at an endpoint, and check that each reaches each."""
+"""Rendezvous: the ranks of a run find each other at an endpoint, and check that every node reaches every other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONGER = "; where some need longer to prepare, give all PACELINE_RENDEZVOUS_TIME
 
 
 class Unreached(LinkError):
-    """Some do not reach each other. ``peer``: the last of those who say so, without whom the others may."""
+    """Some ranks do not reach each other. ``peer``: the highest rank that reports this; the others may train on."""
 
 
 _points: dict[tuple[str, int, bool], RendezvousStore] = {}  # of this process: a run may join more than once
@@ -42,7 +42,7 @@ def join(
     patience_s: float | None = None,
     secret: bytes | None = None,
 ) -> tuple[StoreClient, Any, list[Member]]:
-    """(the meeting, the part of it that is this generation's, where everyone is). Raises LinkError on every rank.
+    """(the store, its part for this generation, every rank's address). Raises LinkError on every rank.
 
     ``secret``: PACELINE_SECRET where none is given. ``patience_s``: `rendezvous_timeout_s` where none is given.
     """
@@ -60,7 +60,7 @@ def join(
 def _place(
     rank: int, size: int, host: str, port: int, secret: bytes, patience_s: float
 ) -> tuple[RendezvousStore | None, str, int]:
-    """Where the meeting is: at MASTER_PORT; or where that is taken by torch's own store, which then says where."""
+    """(rank 0's server, address, port): MASTER_PORT, or a free port, published in torch's store, which has that one."""
     here = f"rank {rank} of {size} on {socket.gethostname()}"
     patience = timedelta(seconds=patience_s)
     board = _board(here, size, host, port, patience)
@@ -87,14 +87,14 @@ def _place(
         place, number = board.get(key).decode().split()
     except (RuntimeError, ValueError) as error:
         raise LinkError(
-            f"{here}: rank 0 did not publish its rendezvous endpoint within {patience_s:.0f} s; look at what it "
-            f"says{LONGER}"
+            f"{here}: rank 0 did not publish its rendezvous endpoint within {patience_s:.0f} s; look at its "
+            f"output{LONGER}"
         ) from error
     return None, place, int(number)
 
 
 def _board(here: str, size: int, host: str, port: int, patience: timedelta) -> Any:
-    """The store of torchrun's agent, or of a default group that the script has made; None where there is neither."""
+    """The store of torchrun's agent, or of the script's default process group; None where there is neither."""
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if dist.is_initialized():
         return dist.PrefixStore(f"paceline/{restart}", dist.distributed_c10d._get_default_store())
@@ -110,8 +110,8 @@ def _board(here: str, size: int, host: str, port: int, patience: timedelta) -> A
     return dist.PrefixStore(f"paceline/{restart}", store)
 
 
-def introduce(meeting: StoreClient, store: Any, limit_s: float = route.KNOCK_S) -> list[Member]:
-    """``limit_s``: in which each must reach each. Raises LinkError, and `Unreached` where they do not."""
+def introduce(meeting: StoreClient, store: Any, limit_s: float = route.CONNECT_S) -> list[Member]:
+    """Every rank's address. All must reach each other within ``limit_s``. Raises LinkError, or `Unreached`."""
     rank, ranks = meeting.rank, range(meeting.size)
     if store.add(f"came/{rank}", 1) != 1:
         raise LinkError(
@@ -119,15 +119,15 @@ def introduce(meeting: StoreClient, store: Any, limit_s: float = route.KNOCK_S) 
             f"RANK, and each run its own MASTER_PORT"
         )
     name = os.environ.get("PACELINE_HOST", socket.gethostname())
-    door = ReachabilityServer(rank, name, route.own_address(meeting.address))
+    server = ReachabilityServer(rank, name, route.own_address(meeting.address))
     try:
-        store.set(f"member/{rank}", door.member.write())
+        store.set(f"member/{rank}", server.member.write())
         found = store.multi_get([f"member/{r}" for r in ranks])
         members = [Member.read(r, text) for r, text in enumerate(found)]
-        store.set(f"reached/{rank}", route.complaint(door.member, members, limit_s))
+        store.set(f"reached/{rank}", route.complaint(server.member, members, limit_s))
         complaints = [text.decode() for text in store.multi_get([f"reached/{r}" for r in ranks])]
     finally:
-        door.close()
+        server.close()
     if first := next(filter(None, complaints), ""):
         raise Unreached(first, max(r for r in ranks if complaints[r]))
     return members

@@ -1,7 +1,7 @@
 """Routes to the peers: this node's own address, and whether every node reaches every other.
 
-Each rank listens on its address, and says a token that only the meeting point knows to whoever connects. It reads
-nothing from them.
+Each rank listens on its address, and sends to every connection a token that it published at the rendezvous. It reads
+nothing from these connections.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ import psutil
 from paceline.errors import LinkError
 
 REACH_S = 10.0
-KNOCK_S = 5.0  # a first packet that is lost is sent again after 1 and 3 s
+CONNECT_S = 5.0  # TCP retransmits a lost SYN after 1 and 3 s
 TOKEN = 16  # bytes
 
 
 def resolve(host: str, patience_s: float = REACH_S / 2) -> str:
-    """The address of MASTER_ADDR as this machine sees it, IPv4 first. Raises LinkError for the loopback trap."""
+    """The address of MASTER_ADDR, resolved on this machine, IPv4 first. Raises LinkError where it is a loopback one."""
     end = time.monotonic() + patience_s
     found: list[Any] = []
     why: list[str] = []
 
-    def ask() -> None:
+    def query() -> None:
         while not found and time.monotonic() < end:
             try:
                 found.extend(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
             except OSError as error:
                 why.append(error.strerror or str(error))
-                time.sleep(0.2)  # in a young cluster names come up with their machines
+                time.sleep(0.2)  # in a cluster that is starting, names appear with their machines
 
-    # a server of names that is silent would hold this thread for as long as it likes
-    thread = threading.Thread(target=ask, name="paceline resolve", daemon=True)
+    # a name server that does not answer blocks getaddrinfo without a limit: hence the thread
+    thread = threading.Thread(target=query, name="paceline resolve", daemon=True)
     thread.start()
     thread.join(patience_s + 0.5)
     if not found:
@@ -63,7 +63,7 @@ def resolve(host: str, patience_s: float = REACH_S / 2) -> str:
 
 
 def interface() -> tuple[str, str]:
-    """(the variable that names one, the name): gloo's, or NCCL's where that is one name and no pattern; else empty."""
+    """(variable, interface name) of GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME if that is no pattern; else empty."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         name = os.environ.get(variable, "").removeprefix("=")
         if name and (variable == "GLOO_SOCKET_IFNAME" or name in psutil.net_if_addrs()):
@@ -72,17 +72,17 @@ def interface() -> tuple[str, str]:
 
 
 def own_address(used: str) -> str:
-    """The address of the `interface` if one is named, else the one ``used`` on the way to rank 0."""
+    """The address of the `interface` if one is named, else ``used``, the local one on the route to rank 0."""
     variable, name = interface()
     if name:
-        cards = psutil.net_if_addrs()
+        interfaces = psutil.net_if_addrs()
         for family in (socket.AF_INET, socket.AF_INET6):
-            for card in cards.get(name, ()):
+            for card in interfaces.get(name, ()):
                 if card.family == family:
                     return str(card.address)
         raise LinkError(
             f"{variable}={name!r} is no interface of {socket.gethostname()} with an address; there are: "
-            f"{', '.join(sorted(cards))}; name one of these, or unset it"
+            f"{', '.join(sorted(interfaces))}; name one of these, or unset it"
         )
     return used
 
@@ -98,7 +98,7 @@ def _addresses() -> str:
 
 @dataclass(frozen=True)
 class Member:
-    """Where a rank is: what it tells the others at the meeting point."""
+    """A rank's address, as published at the rendezvous."""
 
     rank: int
     host: str
@@ -119,7 +119,7 @@ class Member:
 
 
 class ReachabilityServer:
-    """Says this rank's token to all who connect, until closed."""
+    """Sends this rank's token to every connection, until closed."""
 
     def __init__(self, rank: int, host: str, address: str):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -133,15 +133,15 @@ class ReachabilityServer:
         self._server.settimeout(0.2)
         self.member = Member(rank, host, address, self._server.getsockname()[1], secrets.token_bytes(TOKEN))
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="paceline door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="paceline reachability", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._closing.is_set():
             with contextlib.suppress(OSError):
-                guest, _ = self._server.accept()
-                with guest:
-                    guest.send(self.member.token)
+                line, _ = self._server.accept()
+                with line:
+                    line.send(self.member.token)
 
     def close(self) -> None:
         self._closing.set()
@@ -149,27 +149,27 @@ class ReachabilityServer:
         self._server.close()
 
 
-def complaint(me: Member, members: Sequence[Member], limit_s: float = KNOCK_S) -> str:
-    """Why ``me`` cannot train with these: the first that it does not reach. Empty where all is well."""
+def complaint(own: Member, members: Sequence[Member], limit_s: float = CONNECT_S) -> str:
+    """Why ``own`` cannot train with these: an error text for the first that it does not reach. Empty where none."""
     for member in members:
-        if is_loopback(member.address) and not is_loopback(me.address):
+        if is_loopback(member.address) and not is_loopback(own.address):
             return (
-                f"{member} tells the others an address where only its own machine comes; let it reach rank 0 by an "
+                f"{member} published a loopback address, which only its own machine reaches; let it reach rank 0 by an "
                 f"address in the network: check its GLOO_SOCKET_IFNAME, and its MASTER_ADDR"
             )
-    others = [member for member in members if member.rank != me.rank]
+    others = [member for member in members if member.rank != own.rank]
     if not others:
         return ""
-    with ThreadPoolExecutor(min(32, len(others))) as crowd:
-        found = crowd.map(lambda member: _knock(me, member, limit_s), others)
+    with ThreadPoolExecutor(min(32, len(others))) as pool:
+        found = pool.map(lambda member: _reach(own, member, limit_s), others)
         return next(filter(None, found), "")
 
 
-def _knock(me: Member, peer: Member, limit_s: float) -> str:
+def _reach(own: Member, peer: Member, limit_s: float) -> str:
     end = time.monotonic() + limit_s
     why, received = f"no answer within {limit_s:.0f} s", b""
     try:
-        with socket.create_connection((peer.address, peer.port), limit_s, (me.address, 0)) as line:
+        with socket.create_connection((peer.address, peer.port), limit_s, (own.address, 0)) as line:
             while len(received) < TOKEN and (left_s := end - time.monotonic()) > 0:
                 line.settimeout(left_s)
                 if not (more := line.recv(TOKEN - len(received))):
@@ -184,6 +184,6 @@ def _knock(me: Member, peer: Member, limit_s: float) -> str:
     if len(received) == TOKEN:
         why = "another process answered"
     return (
-        f"{me} does not reach {peer} at port {peer.port}: {why}; a firewall that lets only one direction through? All "
+        f"{own} does not reach {peer} at port {peer.port}: {why}; a firewall that lets only one direction through? All "
         f"ports that the system gives out must be open among the nodes, both ways"
     )

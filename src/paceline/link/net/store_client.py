@@ -16,21 +16,21 @@ from torch._C._distributed_c10d import Store
 
 from paceline.errors import LinkError
 from paceline.link.net import auth
-from paceline.link.net.framing import alone, closed_on_error
+from paceline.link.net.framing import close_on_fork, closed_on_error
 from paceline.link.net.store_server import HANDSHAKE_S, RendezvousStore
 
-POLL_S = 0.5  # for which a wait holds the line, that other threads may want
-RETRY_DELAY_S = 0.1  # between knocks
-KEEP_S = 60  # of silence, before the kernel asks the other one
-NO_RANK_YET = 0xFFFF  # in place of a rank, for who has none yet
-AT_ONCE = struct.pack("ii", 1, 0)  # closed with nothing left behind
+POLL_S = 0.5  # one request may hold the connection for this long; other threads share it
+RETRY_DELAY_S = 0.1  # between attempts to connect
+KEEP_S = 60  # of silence, before the kernel sends a keepalive probe
+NO_RANK_YET = 0xFFFF  # in place of a rank, for a joining node
+AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset, without TIME_WAIT
 
 
 def connect(host: str, port: int, limit_s: float) -> socket.socket:
-    """A line to who listens there. Raises OSError where nobody does."""
-    line = alone(socket.create_connection((host, port), timeout=limit_s))
+    """A connection to the server there. Raises OSError where none listens."""
+    line = close_on_fork(socket.create_connection((host, port), timeout=limit_s))
     if line.getsockname() == line.getpeername():
-        # TCP joins a socket to itself where its own port is, by chance, the one it asks for; held, it keeps rank 0 out
+        # TCP self-connect: the kernel chose the requested port as the local one; kept open, it would block rank 0
         line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
         line.close()
         raise ConnectionRefusedError("nothing listens there yet")
@@ -38,10 +38,10 @@ def connect(host: str, port: int, limit_s: float) -> socket.socket:
 
 
 class StoreClient(Store):
-    """One line to ``host``:``port``, for any thread. Raises LinkError within ``patience_s``, naming who is missing.
+    """One connection to ``host``:``port``, for any thread. Raises LinkError within ``patience_s``, with missing ranks.
 
-    ``alert`` is called while waiting, and raises where waiting has become pointless. On rank 0 ``point`` is the
-    meeting point itself, which knows whom it refused. ``advice``: for who has waited in vain.
+    ``alert`` is called while waiting; it raises where the wait cannot succeed any more. On rank 0 ``point`` is the
+    store server itself, whose notes list the refused connections. ``advice``: the end of a timeout's error text.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class StoreClient(Store):
 
     @property
     def here(self) -> str:
-        who = "a node that comes late" if self.rank == NO_RANK_YET else f"rank {self.rank} of {self.size}"
-        return f"{who} on {socket.gethostname()}"
+        name = "a node that comes late" if self.rank == NO_RANK_YET else f"rank {self.rank} of {self.size}"
+        return f"{name} on {socket.gethostname()}"
 
     @property
     def place(self) -> str:
@@ -74,11 +74,11 @@ class StoreClient(Store):
 
     @property
     def address(self) -> str:
-        """This end of the line: where the route to rank 0 leaves."""
+        """The local address of the connection: that of the interface on the route to rank 0."""
         return str(self._line.getsockname()[0])
 
     def _reach(self, secret: bytes) -> tuple[socket.socket, auth.MessageAuthenticator]:
-        end, why = time.monotonic() + self.patience_s, "nobody answered"
+        end, why = time.monotonic() + self.patience_s, "no answer"
         while (left_s := end - time.monotonic()) > 0:
             try:
                 line = connect(self.host, self.port, min(HANDSHAKE_S, left_s))
@@ -86,7 +86,7 @@ class StoreClient(Store):
                     return line, self._greet(line, secret)
             except LinkError:
                 raise
-            except OSError as error:  # it may be busy with strangers
+            except OSError as error:  # it may be busy with unauthenticated connections
                 why = str(error)
             time.sleep(RETRY_DELAY_S)
         raise LinkError(
@@ -111,28 +111,28 @@ class StoreClient(Store):
             )
         nonce = secrets.token_bytes(auth.SIZE)
         nonces = auth.exactly(line, auth.SIZE) + nonce
-        line.sendall(auth.HELLO.pack(auth.HEADER, self.rank, nonce, auth.mac(secret, auth.GUEST, self.rank, nonces)))
-        answer = auth.exactly(line, auth.SIZE)
-        if answer == auth.REFUSED or not auth.same(answer, auth.mac(secret, auth.SERVER, self.rank, nonces)):
-            whose = "refused this process" if answer == auth.REFUSED else "did not prove that it belongs to this run"
+        line.sendall(auth.HELLO.pack(auth.HEADER, self.rank, nonce, auth.mac(secret, auth.CLIENT, self.rank, nonces)))
+        reply = auth.exactly(line, auth.SIZE)
+        if reply == auth.REFUSED or not auth.same(reply, auth.mac(secret, auth.SERVER, self.rank, nonces)):
+            why = "refused this process" if reply == auth.REFUSED else "did not prove that it belongs to this run"
             raise LinkError(
-                f"{self.here}: rank 0 at {self.host}:{self.port} {whose}: their PACELINE_SECRET differ; start all "
+                f"{self.here}: rank 0 at {self.host}:{self.port} {why}: their PACELINE_SECRET differ; start all "
                 f"ranks of a run with the same, or all without, and all or none with --encrypt (PACELINE_ENCRYPT)"
             )
-        return auth.MessageAuthenticator(secret, auth.GUEST, self.rank, nonces)
+        return auth.MessageAuthenticator(secret, auth.CLIENT, self.rank, nonces)
 
-    def _ask(self, *fields: bytes) -> list[bytes]:
+    def _request(self, *fields: bytes) -> list[bytes]:
         with self._lock:
             try:
                 self._line.settimeout(HANDSHAKE_S + POLL_S)
                 self._line.sendall(self._seal.wrap(fields))
-                while (answer := self._seal.take(self._received)) is None:
+                while (reply := self._seal.take(self._received)) is None:
                     if not (received := self._line.recv(auth.MAX_BYTES)):
-                        raise ConnectionResetError("it hung up")
+                        raise ConnectionResetError("it closed the connection")
                     self._received += received
-                return answer
+                return reply
             except (OSError, auth.AuthError) as error:
-                self._line.close()  # half a frame may be under way
+                self._line.close()  # half a frame may be in flight
                 raise LinkError(
                     f"{self.here} lost {self.place} ({error}): rank 0 ended, or the network to it broke; look there", 0
                 ) from error
@@ -142,43 +142,43 @@ class StoreClient(Store):
         end = time.monotonic() + patience_s
         while wanted:
             left_s = max(0.0, end - time.monotonic())
-            state, *rest = self._ask(b"get", b"%f" % min(POLL_S, left_s), *wanted)
+            state, *rest = self._request(b"get", b"%f" % min(POLL_S, left_s), *wanted)
             if state == b"ok":
                 return rest
             self.alert()
             if not left_s:
-                raise LinkError(self._who_is_missing([key.decode() for key in rest], patience_s))
-            time.sleep(0.001)  # another thread's turn
+                raise LinkError(self._missing([key.decode() for key in rest], patience_s))
+            time.sleep(0.001)  # lets another thread use the connection
         return []
 
-    def _who_is_missing(self, keys: Sequence[str], waited_s: float) -> str:
+    def _missing(self, keys: Sequence[str], waited_s: float) -> str:
         missing = sorted({int(found[1]) if (found := re.search(r"/(\d+)$", key)) else 0 for key in keys})
-        who = ", ".join(f"rank {rank}" for rank in missing)
+        ranks = ", ".join(f"rank {rank}" for rank in missing)
         refused = f" ({'; '.join(self.point.notes)})" if self.point and self.point.notes else ""
         return (
-            f"{self.here}: {who} did not come to {self.place} within {waited_s:.0f} s{refused}; start every rank, and "
-            f"look at what those say{self.advice}"
+            f"{self.here}: {ranks} did not come to {self.place} within {waited_s:.0f} s{refused}; start every rank, "
+            f"and look at their output{self.advice}"
         )
 
     def lease(self, key: str, value: str) -> None:
-        """As `set`, for as long as this line lives."""
-        self._ask(b"lease", key.encode(), value.encode())
+        """As `set`; the server deletes the key when this connection closes."""
+        self._request(b"lease", key.encode(), value.encode())
 
     def keep(self) -> None:
-        """For long, though nothing is said: what stands between the two is reminded that the line exists."""
+        """Turns on TCP keepalive: firewalls and NATs on the way then keep the idle connection open."""
         self._line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_KEEPIDLE"):
             self._line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_S)
 
     def ended(self, limit_s: float) -> bool:
-        """Whether the other end has hung up in peace, or does within ``limit_s``. A line that broke is closed: later
-        looks at it would read as such an end."""
+        """Whether the other end has closed the connection with FIN, or does within ``limit_s``. After any other error
+        the socket is closed here: the next recv would look like a FIN."""
         with self._lock:
             try:
                 self._line.settimeout(limit_s)
                 return not self._line.recv(1, socket.MSG_PEEK)
             except OSError as error:
-                if error.errno not in (None, errno.EAGAIN):  # not merely that nothing came
+                if error.errno not in (None, errno.EAGAIN):  # not a time-out
                     self._line.close()
         return False
 
@@ -192,7 +192,7 @@ class StoreClient(Store):
     # What follows has the names and meanings of torch.distributed.Store, whose subclasses gloo calls from C++.
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(b"set", key.encode(), _bytes(value))
+        self._request(b"set", key.encode(), _bytes(value))
 
     def get(self, key: str) -> bytes:
         return self._wait([key], self.patience_s)[0]
@@ -208,22 +208,22 @@ class StoreClient(Store):
         self._wait(keys, min(timeout.total_seconds() if timeout else self.patience_s, self.patience_s))
 
     def check(self, keys: list[str]) -> bool:
-        return self._ask(b"check", *(key.encode() for key in keys))[1] == b"1"
+        return self._request(b"check", *(key.encode() for key in keys))[1] == b"1"
 
     def add(self, key: str, value: int) -> int:
-        return int(self._ask(b"add", key.encode(), b"%d" % value)[1])
+        return int(self._request(b"add", key.encode(), b"%d" % value)[1])
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._ask(b"append", key.encode(), _bytes(value))
+        self._request(b"append", key.encode(), _bytes(value))
 
     def delete_key(self, key: str) -> bool:
-        return self._ask(b"delete", key.encode())[1] == b"1"
+        return self._request(b"delete", key.encode())[1] == b"1"
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        return self._ask(b"swap", key.encode(), _bytes(expected_value), _bytes(desired_value))[1]
+        return self._request(b"swap", key.encode(), _bytes(expected_value), _bytes(desired_value))[1]
 
     def num_keys(self) -> int:
-        return int(self._ask(b"count")[1])
+        return int(self._request(b"count")[1])
 
     deleteKey, getNumKeys = delete_key, num_keys  # what C++ calls them
 

@@ -1,7 +1,7 @@
 """A join token: the run's secret, and the last known addresses of its members.
 
-Each member writes it to PACELINE_TICKET_FILE, where that is set, and again whenever the members change;
-PACELINE_JOIN_TICKET names the one that a late node comes with. Only its owner may read it.
+Each member writes it to PACELINE_TICKET_FILE, where that is set, and again after each membership change. A joining node
+reads the file that PACELINE_JOIN_TICKET names. Only the file's owner may read it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.link.net.auth import EncryptionKey
 
 @dataclass(frozen=True)
 class JoinTicket:
-    """``nodes``: the fewest and the most, as PACELINE_NODES has them; ``members``: their places, the first leads;
+    """``nodes``: minimum and maximum, as in PACELINE_NODES; ``members``: their addresses, the leader's first;
     ``hides``: the run is encrypted."""
 
     secret: str
@@ -28,22 +28,22 @@ class JoinTicket:
     hides: bool = False
 
     def write(self, path: Path) -> None:
-        """Whole, or not at all. Nodes of one machine may write the same at once."""
-        aside = path.with_name(f"{path.name}.{os.getpid()}.part")
-        with contextlib.suppress(OSError):  # the members go on; who comes late finds an older one
-            aside.unlink(missing_ok=True)
-            handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # no link that lies there is followed
+        """Atomic: several nodes of one machine may write the same path at once. Errors of the disk are ignored."""
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+        with contextlib.suppress(OSError):  # training continues; a joining node finds an older token
+            temporary.unlink(missing_ok=True)
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # follows no symbolic link
             with open(handle, "w", encoding="utf-8") as file:
                 json.dump(asdict(self), file)
-            aside.replace(path)
+            temporary.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> JoinTicket:
-        """Raises ValueError for what is no ticket."""
+        """Raises ValueError for a file that is no ticket."""
         try:
-            said = json.loads(path.read_text(encoding="utf-8"))
-            members = [str(each) for each in said["members"]]
-            return cls(str(said["secret"]), str(said["nodes"]), members, said["hides"] is True)
+            ticket = json.loads(path.read_text(encoding="utf-8"))
+            members = [str(each) for each in ticket["members"]]
+            return cls(str(ticket["secret"]), str(ticket["nodes"]), members, ticket["hides"] is True)
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(
                 f"{path} is no ticket of a run ({error!r}); give the ticket.json of a run that was started with --nodes"
@@ -51,7 +51,7 @@ class JoinTicket:
 
 
 def publish(members: Sequence[str], secret: bytes) -> None:
-    """These are the members now."""
+    """Writes the ticket of the current members where PACELINE_TICKET_FILE is set."""
     if path := variable("PACELINE_TICKET_FILE"):
         nodes = os.environ.get("PACELINE_NODES", "")
         JoinTicket(secret.decode(), nodes, members, isinstance(secret, EncryptionKey)).write(Path(path))

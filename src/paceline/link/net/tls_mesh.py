@@ -1,14 +1,14 @@
 """TLS connections between all ranks, for one lane: one from each rank to each other, written at one end alone.
 
-    guest -> gate:  TLS 1.3; both show the certificate that they published at the rendezvous
-    gate -> guest:  the token that the gate published there, so that no lane is taken for another
+    client -> server:  TLS 1.3; each shows the certificate that it published at the rendezvous
+    server -> client:  the token that the server published there, which identifies the lane
 
-A rank listens until all have come; then its port is closed. OpenSSL does not let a line be read and written at once by
-two threads, so after that only the guest writes. Unauthenticated connections have HANDSHAKE_S, and are never more than
-MAX_STRANGERS: the oldest is closed.
+A rank listens until all have connected; then it closes its port. OpenSSL does not let two threads read and write one
+connection at once, so after that only the client writes. A connection must authenticate within HANDSHAKE_S. At most
+MAX_STRANGERS unauthenticated connections are open: one more closes the oldest.
 
-Certificates are published at the rendezvous, which only members can join or change; no authority signs them, and only
-their own bytes count: neither names nor dates. A key lives as long as its link, and is never written to a disk.
+Certificates are published at the rendezvous, which only members can join or change. No authority signs them: a peer is
+accepted by the bytes of its certificate, not by names or dates. A key lives as long as its link, in memory only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 from paceline.errors import LinkError
 from paceline.link.net.auth import exactly
-from paceline.link.net.framing import alone, closed_on_error
+from paceline.link.net.framing import close_on_fork, closed_on_error
 from paceline.link.net.route import Member
 
 HANDSHAKE_S = 5.0
@@ -37,7 +37,7 @@ TOKEN = 16  # bytes
 
 
 class Mesh:
-    """``out[rank]`` and ``into[rank]``: this rank's lines to the others, and theirs to it. Raises LinkError.
+    """``out[rank]`` and ``into[rank]``: this rank's connections to the others, and theirs to it. Raises LinkError.
 
     ``store``: of this lane. ``certificates``: of all ranks.
     """
@@ -69,8 +69,8 @@ class Mesh:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.create_server((address, 0), family=family, backlog=MAX_STRANGERS) as server:
             server.settimeout(POLL_S)
-            welcoming = threading.Thread(target=self._welcome, args=(server,), name="paceline gate", daemon=True)
-            welcoming.start()
+            accepting = threading.Thread(target=self._accept, args=(server,), name="paceline gate", daemon=True)
+            accepting.start()
             try:
                 store.set(f"gate/{rank}", f"{server.getsockname()[1]} {self._token.hex()}")
                 for member in others:
@@ -79,13 +79,13 @@ class Mesh:
                 self._wait(others)
             except BaseException:
                 with self._changed:
-                    self._closing = True  # who is greeted from now on is hung up on
+                    self._closing = True  # connections that authenticate from now on are closed
                 for line in (*self.out.values(), *self.into.values()):
                     line.close()
                 raise
             finally:
                 self._closing = True
-                welcoming.join(2 * POLL_S + 1.0)
+                accepting.join(2 * POLL_S + 1.0)
         for line in (*self.out.values(), *self.into.values()):
             line.settimeout(None)
 
@@ -96,21 +96,21 @@ class Mesh:
                 line = socket.create_connection((member.address, port), min(HANDSHAKE_S, left_s))
                 with closed_on_error(line):
                     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    safe = alone(self._outside.wrap_socket(line))
+                    safe = close_on_fork(self._outside.wrap_socket(line))
                 with closed_on_error(safe):
                     if safe.getpeercert(True) != self._certificates[member.rank]:
                         raise ConnectionError("another rank answered")
                     if exactly(safe, TOKEN) != token:
                         raise ConnectionError("another lane answered")
                 return safe
-            except TimeoutError as error:  # the last try has little time, and says less than those before
+            except TimeoutError as error:  # the last attempt has little time; an earlier error says more
                 why = why or str(error)
-            except OSError as error:  # it may be busy with strangers
+            except OSError as error:  # it may be busy with unauthenticated connections
                 why = str(error)
             time.sleep(PAUSE_S)
         raise LinkError(
-            f"{self.members[self.rank]} could not begin to talk with {member} at port {port}: {why or 'no answer'}; "
-            f"look at what it says",
+            f"{self.members[self.rank]} could not open a TLS connection to {member} at port {port}: "
+            f"{why or 'no answer'}; look at its output",
             member.rank,
         )
 
@@ -119,33 +119,34 @@ class Mesh:
             self._changed.wait_for(lambda: len(self.into) == len(others), max(0.0, self._end - time.monotonic()))
             missing = [member for member in others if member.rank not in self.into]
         if missing:
-            who = ", ".join(map(str, missing))
-            raise LinkError(f"{who} did not begin to talk with {self.members[self.rank]}; look there", missing[0].rank)
+            names, own = ", ".join(map(str, missing)), self.members[self.rank]
+            raise LinkError(f"{names} did not open a TLS connection to {own}; look at its output", missing[0].rank)
 
-    def _welcome(self, server: socket.socket) -> None:
+    def _accept(self, server: socket.socket) -> None:
         while not self._closing:
             try:
                 line, _ = server.accept()
                 line.settimeout(HANDSHAKE_S)
                 with closed_on_error(line):
-                    safe = alone(self._inside.wrap_socket(line, server_side=True, do_handshake_on_connect=False))
+                    safe = self._inside.wrap_socket(line, server_side=True, do_handshake_on_connect=False)
+                    close_on_fork(safe)
             except TimeoutError:
                 continue
-            except OSError:  # it has left again; or no descriptor is free, and it stays ready to be accepted
+            except OSError:  # the client has closed it; or no descriptor is free, and accept will be tried again
                 time.sleep(PAUSE_S)
                 continue
             with self._changed:
                 self._strangers.append(safe)
                 oldest = self._strangers.pop(0) if len(self._strangers) > MAX_STRANGERS else None
             if oldest:
-                _hang_up(oldest)
-            threading.Thread(target=self._greet, args=(safe,), name="paceline greeting", daemon=True).start()
+                _shut_down(oldest)
+            threading.Thread(target=self._authenticate, args=(safe,), name="paceline greeting", daemon=True).start()
 
-    def _greet(self, safe: ssl.SSLSocket) -> None:
+    def _authenticate(self, safe: ssl.SSLSocket) -> None:
         try:
             with closed_on_error(safe):
                 safe.do_handshake()
-                guest = self._certificates.index(safe.getpeercert(True) or b"")
+                peer = self._certificates.index(safe.getpeercert(True) or b"")
                 safe.sendall(self._token)
         except (OSError, ValueError):
             return
@@ -154,21 +155,21 @@ class Mesh:
                 if safe in self._strangers:
                     self._strangers.remove(safe)
         with self._changed:
-            before: ssl.SSLSocket | None = safe  # nobody is waited for any more
-            if guest != self.rank and not self._closing:
-                before, self.into[guest] = self.into.get(guest), safe
+            superseded: ssl.SSLSocket | None = safe  # closed below, unless a connection is still expected
+            if peer != self.rank and not self._closing:
+                superseded, self.into[peer] = self.into.get(peer), safe
             self._changed.notify_all()
-        if before:
-            before.close()  # it tried again, and knows of one line alone
+        if superseded:
+            superseded.close()  # the peer has connected again, and uses the new connection alone
 
     def close(self) -> None:
-        """Whoever reads or writes on a line is told, and closes it."""
+        """Threads that read or write on a connection get an error, and close it."""
         for line in (*self.out.values(), *self.into.values()):
-            _hang_up(line)
+            _shut_down(line)
 
 
-def _hang_up(line: socket.socket) -> None:
-    """Whoever reads or writes there, in whatever thread, is told."""
+def _shut_down(line: socket.socket) -> None:
+    """A thread that reads or writes there gets an error."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(line, socket.SHUT_RDWR)
 
@@ -187,7 +188,7 @@ def check() -> None:
 
 
 class Identity:
-    """``certificate``: what the others are told, in DER."""
+    """A private key and its self-signed ``certificate``, which is published, in DER."""
 
     def __init__(self) -> None:
         check()
@@ -196,7 +197,7 @@ class Identity:
         from cryptography.hazmat.primitives.asymmetric import ec
 
         key = ec.generate_private_key(ec.SECP256R1())
-        # OpenSSL looks for who vouches for a certificate by name: each has its own, and vouches for itself
+        # OpenSSL finds a certificate's issuer by name: each has a unique name, and is its own issuer
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, secrets.token_hex(16))])
         builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
         builder = builder.serial_number(x509.random_serial_number()).not_valid_before(BEGIN).not_valid_after(NEVER)
@@ -207,15 +208,15 @@ class Identity:
         ) + made.public_bytes(serialization.Encoding.PEM)
 
     def context(self, server: bool, certificates: Sequence[bytes]) -> ssl.SSLContext:
-        """TLS 1.3 with whoever has one of these certificates, and its key; with nobody else, on either side."""
+        """TLS 1.3 only with peers that have one of these certificates, and its key; for both sides."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=b"".join(certificates))
         if server:
-            context.num_tickets = 0  # nothing may be said on a line that only one side writes
-        memory = os.memfd_create("paceline")  # Python takes keys from files alone: this one is on no disk
+            context.num_tickets = 0  # session tickets would be written by the server, and only the client may write
+        memory = os.memfd_create("paceline")  # Python loads keys only from files: this one is in memory
         try:
             os.write(memory, self._both)
             context.load_cert_chain(f"/proc/self/fd/{memory}")

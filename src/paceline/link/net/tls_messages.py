@@ -1,9 +1,9 @@
-"""Numbered messages over one-way TLS connections: each is delivered where a receiver waits for it.
+"""Numbered messages over one-way TLS connections: each is copied into the buffer that a receiver has posted for it.
 
     head    kind, number, part, bytes of what follows
 
-A peer's messages leave in the order in which they were sent. What comes before anybody waits for it is kept. After a
-line has broken, whatever needs it fails, and nothing else does.
+Messages to a peer leave in the order of the sends. A message that arrives before its receive is posted is kept. When a
+connection breaks, the operations that need it fail; all others continue.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from datetime import timedelta
 from typing import Any
 
 Key = tuple[bytes, int, int]  # a kind, a number, a part
-Leaving = queue.SimpleQueue[tuple[bytes, memoryview, "Work"]]
+Outgoing = queue.SimpleQueue[tuple[bytes, memoryview, "Work"]]
 
 HEAD = struct.Struct("<cqIQ")
-SMALL_BYTES = 16 * 1024 - HEAD.size  # with their head one record of TLS
+SMALL_BYTES = 16 * 1024 - HEAD.size  # with the head, one TLS record
 
 
 class Work:
-    """So many things to be done, and then ``then``; what goes wrong goes wrong with ``whole``, too.
+    """An operation of ``count`` parts; after the last, ``then`` is called. An error fails ``whole``, too.
 
-    Waited for as for gloo's: RuntimeError where it has not ended in time, or not well.
+    `wait` is as that of gloo's works: RuntimeError where the operation has not ended in time, or has failed.
     """
 
     def __init__(self, count: int, then: Callable[[], None] | None = None, whole: Work | None = None):
@@ -37,7 +37,7 @@ class Work:
         if not count:
             self._finish()
 
-    def did(self) -> None:
+    def part_done(self) -> None:
         with self._lock:
             self._left -= 1
             last = not self._left
@@ -70,7 +70,7 @@ class Work:
 
 
 class Mail:
-    """``out`` and ``into``: the lines to each peer, and from it. ``names``: of peers, for what is told of a loss."""
+    """``out`` and ``into``: the connections to each peer, and from it. ``names``: of peers, for error texts."""
 
     def __init__(self, out: Mapping[int, socket.socket], into: Mapping[int, socket.socket], names: Mapping[int, str]):
         self.names = names
@@ -78,9 +78,9 @@ class Mail:
         self._wanted: defaultdict[tuple[int, Key], deque[tuple[memoryview, Work]]] = defaultdict(deque)
         self._early: defaultdict[tuple[int, Key], deque[bytearray]] = defaultdict(deque)
         self._broken: dict[int, str] = {}
-        self._leaving: dict[int, Leaving] = {}
+        self._outgoing: dict[int, Outgoing] = {}
         for peer, line in out.items():
-            self._leaving[peer] = queue.SimpleQueue()
+            self._outgoing[peer] = queue.SimpleQueue()
             self._begin(f"to {peer}", self._write, peer, line)
         for peer, line in into.items():
             self._begin(f"from {peer}", self._read, peer, line)
@@ -88,12 +88,12 @@ class Mail:
     def _begin(self, name: str, work: Callable[[int, socket.socket], None], peer: int, line: socket.socket) -> None:
         threading.Thread(target=work, args=(peer, line), name=f"paceline mail {name}", daemon=True).start()
 
-    def send(self, peer: int, key: Key, words: memoryview, work: Work) -> None:
-        """``words`` may not change until it is done."""
+    def send(self, peer: int, key: Key, message: memoryview, work: Work) -> None:
+        """``message`` may not change until the work is done."""
         with self._lock:
             broken = self._broken.get(peer)
             if not broken:
-                self._leaving[peer].put((HEAD.pack(*key, len(words)), words, work))
+                self._outgoing[peer].put((HEAD.pack(*key, len(message)), message, work))
         if broken:
             work.fail(broken)
 
@@ -104,7 +104,7 @@ class Mail:
             if early is None and not broken:
                 self._wanted[peer, key].append((into, work))
         if early is not None:
-            self._land(peer, early, into, work)
+            self._deliver(peer, early, into, work)
         elif broken:
             work.fail(broken)
 
@@ -117,37 +117,37 @@ class Mail:
             del table[peer, key]
         return found
 
-    def _land(self, peer: int, words: bytearray, into: memoryview, work: Work) -> None:
-        if len(words) != len(into):
-            work.fail(_unlike(self.names[peer], len(words), len(into)))
+    def _deliver(self, peer: int, message: bytearray, into: memoryview, work: Work) -> None:
+        if len(message) != len(into):
+            work.fail(_mismatch(self.names[peer], len(message), len(into)))
             return
-        into[:] = words
-        work.did()
+        into[:] = message
+        work.part_done()
 
     def _write(self, peer: int, line: socket.socket) -> None:
-        leaving = self._leaving[peer]
+        outgoing = self._outgoing[peer]
         with line:
-            self._write_all(peer, line, leaving)
-        while not leaving.empty():
-            leaving.get()[2].fail(self._broken.get(peer, "this link was closed"))
+            self._write_all(peer, line, outgoing)
+        while not outgoing.empty():
+            outgoing.get()[2].fail(self._broken.get(peer, "this link was closed"))
 
-    def _write_all(self, peer: int, line: socket.socket, leaving: Leaving) -> None:
+    def _write_all(self, peer: int, line: socket.socket, outgoing: Outgoing) -> None:
         while True:
-            head, words, work = leaving.get()
+            head, message, work = outgoing.get()
             if not head:
                 return
             try:
-                if len(words) <= SMALL_BYTES:
-                    line.sendall(b"".join((head, words)))
+                if len(message) <= SMALL_BYTES:
+                    line.sendall(b"".join((head, message)))
                 else:
                     line.sendall(head)
-                    line.sendall(words)
+                    line.sendall(message)
             except (OSError, ValueError) as error:
                 self._break(peer, error)
                 work.fail(self._broken[peer])
                 return
-            work.did()
-            del words, work  # nothing is kept in memory while there is nothing to send
+            work.part_done()
+            del message, work  # releases the sent buffer while this thread waits for the next
 
     def _read(self, peer: int, line: socket.socket) -> None:
         head = bytearray(HEAD.size)
@@ -168,36 +168,36 @@ class Mail:
             early = bytearray(size)
             _fill(line, memoryview(early))
             with self._lock:
-                wanted = self._pop(self._wanted, peer, key)  # since then
+                wanted = self._pop(self._wanted, peer, key)  # posted in the meantime
                 if wanted is None:
                     self._early[peer, key].append(early)
             if wanted is not None:
-                self._land(peer, early, *wanted)
+                self._deliver(peer, early, *wanted)
             return
         into, work = wanted
         try:
             if size != len(into):
-                raise ConnectionError(_unlike(self.names[peer], size, len(into)))
+                raise ConnectionError(_mismatch(self.names[peer], size, len(into)))
             _fill(line, into)
         except OSError as error:
-            work.fail(self._told(peer, error))
+            work.fail(self._text(peer, error))
             raise
-        work.did()
+        work.part_done()
 
     def close(self) -> None:
-        """Lets the writers end, once what was sent has left. Lines are closed by whoever opened them."""
-        for leaving in self._leaving.values():
-            leaving.put((b"", memoryview(b""), Work(1)))
+        """Ends the writer threads after all queued messages. The mesh, which opened the connections, closes them."""
+        for outgoing in self._outgoing.values():
+            outgoing.put((b"", memoryview(b""), Work(1)))
 
-    def _told(self, peer: int, error: Exception) -> str:
+    def _text(self, peer: int, error: Exception) -> str:
         return f"[{self.names[peer]}] {error}"
 
     def _break(self, peer: int, error: Exception) -> None:
         with self._lock:
-            self._broken.setdefault(peer, self._told(peer, error))
+            self._broken.setdefault(peer, self._text(peer, error))
             keys = [place for place in self._wanted if place[0] == peer]
-            lost = [work for place in keys for _, work in self._wanted.pop(place)]
-        for work in lost:
+            failed = [work for place in keys for _, work in self._wanted.pop(place)]
+        for work in failed:
             work.fail(self._broken[peer])
 
 
@@ -205,9 +205,9 @@ def _fill(line: socket.socket, view: memoryview) -> None:
     while len(view):
         count = line.recv_into(view)
         if not count:
-            raise ConnectionResetError("it hung up")
+            raise ConnectionResetError("it closed the connection")
         view = view[count:]
 
 
-def _unlike(name: str, sent: int, expected: int) -> str:
-    return f"{name} sent {sent} bytes where {expected} were expected: the ranks do not do the same"
+def _mismatch(name: str, sent: int, expected: int) -> str:
+    return f"{name} sent {sent} bytes where {expected} were expected: the ranks run different operations"

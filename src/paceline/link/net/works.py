@@ -1,4 +1,4 @@
-"""Pending operations of torch.distributed: several as one, those that time out by themselves, and their ends."""
+"""Pending operations of torch.distributed: groups of works, long waits for gloo, and the errors of failed works."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from paceline import transport
 from paceline.errors import LinkError
 
-TIMEOUT_S = 1800.0  # a lost peer is noticed by its heartbeat, not by this
+TIMEOUT_S = 1800.0  # the heartbeat detects a failed peer long before this
 
 
 class All:
-    """Several operations as one."""
+    """Several operations, completed when all are."""
 
     def __init__(self, works: list[Any]):
         self.works = works
@@ -29,7 +29,7 @@ class All:
 
 
 class Patient:
-    """Gloo gives a send or receive up for good when a wait for it expires: a thread waits once, for long."""
+    """Gloo aborts a send or receive when a wait for it times out: so one thread waits once, with a long time-out."""
 
     def __init__(self, work: Any):
         self.work = work
@@ -55,7 +55,7 @@ class Patient:
 
 
 class Promise:
-    """What ``make`` gives, in a thread of its own, which is left alone where it takes too long."""
+    """Calls ``make`` in a thread; `wait` returns its result. Where ``make`` takes too long, the thread is abandoned."""
 
     def __init__(self, make: Callable[[], Any]):
         self._make = make
@@ -102,14 +102,14 @@ class Then(transport.Handle):
 
 
 def loss(link: transport.Link, peer: int | None, what: str, waited_s: float, error: Exception | None) -> LinkError:
-    """Of a broken operation. ``peer``: the rank that is known to have failed, if any."""
+    """The error for an operation that failed. ``peer``: the rank that is known to have failed, if any."""
     detector = link.detector
     if detector and peer is not None:
-        who = f"rank {peer} on {link.hosts[peer]}"
-        return LinkError(f"lost {who} during {what} (waited {waited_s:.1f} s): it {detector.dead[peer]}", peer)
+        name = f"rank {peer} on {link.hosts[peer]}"
+        return LinkError(f"lost {name} during {what} (waited {waited_s:.1f} s): it {detector.dead[peer]}", peer)
     if detector and detector.left:
-        who = ", ".join(f"{r} on {link.hosts[r]}" for r in sorted(detector.left))
-        return LinkError(f"waited for {what}, but rank {who} has left: its script ended earlier than this one")
+        ranks = ", ".join(f"{r} on {link.hosts[r]}" for r in sorted(detector.left))
+        return LinkError(f"waited for {what}, but rank {ranks} has left: its script ended earlier than this one")
     return LinkError(f"lost a peer during {what} (waited {waited_s:.1f} s): {first_line(error)}")
 
 
@@ -118,5 +118,5 @@ def first_line(error: Exception | None) -> str:
 
 
 def outlive(thing: Any) -> None:
-    """Never destroyed: its destructor may wait for ever, and its threads may not meet an interpreter that is ending."""
+    """``thing`` is never destroyed: its destructor may block, and its threads must not run during the shutdown."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
