@@ -112,3 +112,14 @@ def test_one_process_of_all_says_it(tmp_path):
     )
     done = launching.launch(str(script), engine="processes:2")
     assert done.stderr.count("the model is in eval mode at step 0") == 1
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize("codec", ["topk", "feedback/topk"])
+def test_a_codec_that_drops_values_is_reported_with_the_one_that_does_not(tmp_path, codec):
+    rows = "pace.step((torch.ones(4, 4), torch.ones(4, dtype=int)))"
+    script = launching.small(tmp_path, rows, rows)
+    script.write_text(script.read_text().replace("batch_size=8", f"batch_size=8, codec={codec!r}"))
+    done = launching.launch(str(script), engine="sequential", num_nodes=2)
+    text = "codec 'topk' drops the values that it does not send; feedback/topk sends them in later steps"
+    assert done.stderr.count(text) == (codec == "topk")

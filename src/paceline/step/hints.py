@@ -25,6 +25,9 @@ class Hints(StepObserver):
             self._once("mode", "mode" not in self._logged and in_eval_mode(model, run.num_steps))
             local = run.engine.divided and run.job.batch_norm == "local" and "norms" not in self._logged
             self._once("norms", local and own_statistics(model))
+            codec = run.methods["codec"]
+            lost = f"codec {codec!r} drops the values that it does not send; feedback/{codec} sends them in later steps"
+            self._once("codec", run.codec.needs_feedback and run.world.num_nodes > 1 and lost)
         return batch
 
     def ends(self, summary: StepSummary) -> None:

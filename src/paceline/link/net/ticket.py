@@ -6,7 +6,6 @@ reads the file that PACELINE_JOIN_TICKET names. Only the file's owner may read i
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from paceline.environment import variable
 from paceline.link.net.auth import EncryptionKey
+from paceline.report.log import log
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,16 @@ class JoinTicket:
     hides: bool = False
 
     def write(self, path: Path) -> None:
-        """Atomic: several nodes of one machine may write the same path at once. Errors of the disk are ignored."""
+        """Atomic: several nodes of one machine may write the same path at once. Errors of the disk are logged."""
         temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-        with contextlib.suppress(OSError):  # training continues; a joining node finds an older token
+        try:
             temporary.unlink(missing_ok=True)
             handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # follows no symbolic link
             with open(handle, "w", encoding="utf-8") as file:
                 json.dump(asdict(self), file)
             temporary.replace(path)
+        except OSError as error:  # training continues; a joining node finds an older token
+            log.warning(f"the join token {path} was not written ({error}); no node can join until it is")
 
     @classmethod
     def read(cls, path: Path) -> JoinTicket:
