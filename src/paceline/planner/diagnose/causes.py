@@ -139,7 +139,7 @@ def _settings(distributed: Sequence[Notes], single: Notes) -> Iterator[Named]:
         yield "rank", "the learning rate differs between ranks"
     elif unequal(rates[0], single.get("lr", [])):
         both = "unlike"
-        if rates[0]:
+        if rates[0] and single.get("lr"):
             both = f"{rates[0][0][0]:g} with {len(rates)} processes and {single['lr'][0][0]:g} with one"
         yield "settings", f"the learning rate is {both}"
 
