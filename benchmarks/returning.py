@@ -38,13 +38,13 @@ def train(name: str, batch: int, result: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     times: dict[str, float] = {}
-    ask = joiner.JoiningLink._ask
+    ask = joiner.JoiningLink._send
 
     def asks(self: joiner.JoiningLink, *given: Any) -> Any:
         times.setdefault("asked", time.monotonic())
         return ask(self, *given)
 
-    joiner.JoiningLink._ask = asks  # type: ignore[method-assign]
+    joiner.JoiningLink._send = asks  # type: ignore[method-assign]
     model = find("models", name, 3).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     options = {"batch_size": 2 * batch, "engine": "sequential+channels_last", "shares": "equal"}

@@ -45,7 +45,7 @@ class Channel(Protocol):
     def send(self, parts: Iterable[bytes | memoryview], num_bytes: int) -> None:
         """Raises LinkError where the node has failed."""
 
-    def hurry(self) -> None:
+    def set_deadline_mode(self) -> None:
         """All other nodes wait from now on: a slow transfer is declared failed, even if it makes progress."""
 
     def close(self) -> None: ...

@@ -112,8 +112,8 @@ def test_a_flipped_byte_is_refused(at, secret):
 
 
 @pytest.mark.dear("False")
-@pytest.mark.parametrize("hurry", [False, True])
-def test_a_slow_wire_is_not_a_broken_one_but_while_all_others_wait(monkeypatch, hurry):
+@pytest.mark.parametrize("set_deadline_mode", [False, True])
+def test_a_slow_wire_is_not_a_broken_one_but_while_all_others_wait(monkeypatch, set_deadline_mode):
     """Story: below 4 Mbit/s no node with a state of more than a few megabytes could join."""
     monkeypatch.setattr(bulk_channel, "STALL_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -134,7 +134,7 @@ def test_a_slow_wire_is_not_a_broken_one_but_while_all_others_wait(monkeypatch, 
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
         begin = time.monotonic()
-        if hurry:
+        if set_deadline_mode:
             threading.Timer(1.0, sends.set_deadline_mode).start()  # in the middle of a message
             with pytest.raises(LinkError, match="too slowly"):
                 sends.send([sent], len(sent))

@@ -77,7 +77,7 @@ def test_a_line_that_breaks_is_no_end_however_often_one_looks_and_is_opened_agai
     point = RendezvousStore("127.0.0.1", 0, SECRET)
     watch = watching(point.port)
     first = watch._connections["other"]
-    (line,) = point._guests
+    (line,) = point._clients
     line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     point._clients[line].deadline = 0.0  # with a reset, by its own thread, which a knock wakes
     socket.create_connection(("127.0.0.1", point.port)).close()

@@ -118,7 +118,7 @@ def test_who_does_not_answer_is_not_waited_for(tmp_path):
         assert status_server.query(name, 0.3) is None
         assert time.monotonic() - start < 10
         with pytest.raises(ValueError, match=rf"without an answer: .*pid {process.pid}, stopped: .*python"):
-            live_status.ask(str(tmp_path))
+            live_status.query(str(tmp_path))
     finally:
         process.kill()
         process.communicate()

@@ -69,7 +69,7 @@ def check(folder, done, nodes=3, local=1, exact=True):
     weights = {event["step"]: event["weight"] for event in events if event["event"] == "step"}
     assert [weights[step] for step in sorted(weights)] == LENGTHS
     assert checkpoint.read_newest(folder).step == len(LENGTHS)
-    assert used_.told(load(folder)) == f"each once in {EPOCHS} whole epochs"
+    assert used_.sample_usage(load(folder)) == f"each once in {EPOCHS} whole epochs"
     return events
 
 

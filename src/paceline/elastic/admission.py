@@ -267,7 +267,7 @@ class Admission(StepObserver, Waiter):
             try:
                 assert run.members.join_desk
                 channel = (ahead and ahead.channel) or run.members.join_desk.channel(joiner.name)
-                channel.hurry()
+                channel.set_deadline_mode()
                 channel.send(message.parts(), message.num_bytes)
             except LinkError as error:  # the next operation detects the failure, as for any other member
                 log.warning(f"{joiner.host}: {error}")

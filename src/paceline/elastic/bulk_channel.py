@@ -76,7 +76,7 @@ class BulkChannel:
         poll.register(self._connection, select.POLLIN)
         return bool(poll.poll(1e3 * limit_s))
 
-    def hurry(self) -> None:
+    def set_deadline_mode(self) -> None:
         """From now on a part that takes longer than STALL_S to send is an error."""
         self._deadline_from_s = time.monotonic()
 

@@ -148,7 +148,7 @@ class CatchUp:
     def end(self, send_all: bool) -> bool:
         """Waits until nothing is being sent any more. Whether everything was sent."""
         if self.channel:
-            self.channel.hurry()
+            self.channel.set_deadline_mode()
         if send_all:
             self._messages.put(None)
         else:
