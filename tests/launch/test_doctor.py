@@ -16,9 +16,10 @@ import pytest
 
 from machines import Machines, needs_machines, refuse_calls
 from needs import needs
+from paceline.cli.doctor import TITLES
 from paceline.launch.doctor import host_probe
 from paceline.launch.doctor.examine import examine
-from paceline.launch.doctor.findings import IN_THE_WAY
+from paceline.launch.doctor.findings import IN_THE_WAY, SLOW
 from paceline.launch.hosts import Way, parse
 from paceline_bench.chaos.hosts import TURN
 from sshd import Sshd, unavailable
@@ -153,7 +154,7 @@ def test_a_port_in_use_is_reported(sshd):
         port = server.getsockname()[1]
         output = doctor("-H", "one,two", "--ssh", sshd.ssh, "--port", str(port), code=1)
     assert f"- one: port {port} is in use at 127.0.0.1 (`ss -ltnp` names the process); end it, or give" in output
-    assert "- two:" not in output.partition("makes it slow")[0]
+    assert "- two:" not in output.partition(TITLES[SLOW])[0]
     assert output.splitlines()[-1] == "one problem prevents a run"
 
 
