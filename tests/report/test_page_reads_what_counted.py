@@ -189,3 +189,11 @@ def test_an_end_is_undone_by_a_resume(tmp_path):
     end = {"event": "end", "reason": "Ctrl-C"}
     assert load(write(tmp_path / "a", step(0), end)).end == "Ctrl-C"
     assert load(write(tmp_path / "b", records.join(), step(0), end, records.join(), step(1))).end == ""
+
+
+def test_every_numeric_field_is_a_column(tmp_path):
+    """Also one that only later steps have: not a number before, and where a step lacks it."""
+    write(tmp_path, step(0), step(1, skew=0.5), step(2, skew="unknown"), step(3, skew=2))
+    skew = load(tmp_path).column("steps", "skew")
+    assert [None if math.isnan(value) else value for value in skew] == [None, 0.5, None, 2.0]
+    assert [math.isnan(value) for value in load(tmp_path).column("steps", "no_event_has_this")] == [True] * 4

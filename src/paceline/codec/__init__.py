@@ -1,1 +1,1 @@
-"""Gradient compression: the encoding in which a gradient is communicated."""
+"""Gradient compression: the encoding in which a gradient is communicated. The interface: `contract.Codec`."""

@@ -3,6 +3,7 @@
 A dense exchange may take minutes, so silence in an operation proves nothing. A closed socket does (the process died).
 So does a peer without a heartbeat: after LIMIT_S if its machine does not acknowledge what it is sent (the machine or
 its cable failed), after the limit for a late step if it does (the process is stalled). Rank 0 reports it to the others.
+What happens then: `fault_tolerant`.
 
     rank -> 0:  'h' alive: its activity   'q' closes normally   '?' asks for a rank's stack   'a' a stack
     0 -> rank:  'h' alive: activity of all ranks   'q', '?', 'a' likewise   'x' a rank has failed: how

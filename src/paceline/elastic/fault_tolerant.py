@@ -2,8 +2,18 @@
 
 Operations among all members are counted: votes, sums of a few numbers, messages, broadcasts. When one breaks, the
 survivors rendezvous over a new link and compare how many operations each has completed. These numbers differ by one at
-most: no member ends an operation that another has not entered. Which module does what, in order: `failure_detector`,
-the link (LinkError), `membership`, `reconfigure` by the rule of `quorum`, `view_change`.
+most: no member ends an operation that another has not entered.
+
+When a node dies, in order:
+
+    failure_detector, the link   its operations raise LinkError on the others
+    step/step                    rolls back what forward changed, and calls `recover` here
+    membership, reconfigure      the survivors rendezvous; `quorum` decides who may continue
+    view_change, assignment      new ranks, and the lost node's samples go to the survivors
+    below_minimum                with fewer nodes than the minimum: waits for joining nodes
+    step/step                    computes the step again
+
+A collective is completed or repeated:
 
     it completed for some       they send the others its result, and these continue as if nothing had happened: a member
                                 that takes part in a vote has all buckets of the step, so a vote alone ends it

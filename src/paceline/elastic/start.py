@@ -1,4 +1,4 @@
-"""Start of a run: all processes rendezvous, compare their jobs, get the same weights, and learn their samples."""
+"""Start of a run: all processes rendezvous, compare their jobs, receive rank 0's weights, and get their samples."""
 
 from __future__ import annotations
 

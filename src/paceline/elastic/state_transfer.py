@@ -1,5 +1,7 @@
 """State transfer: all state that the members share, as a message to a joining node.
 
+Members send it from `catch_up` and `admission`, large state over `bulk_channel`; `joiner` loads it.
+
     16 bytes   lengths of the tree (padded to 8) and of the tensors
     tree       JSON, as in a checkpoint: nothing in it is evaluated
     tensors    a safetensors file: weights, buffers, the optimizer's state

@@ -1,5 +1,7 @@
 """Cost model of one machine: seconds per step of a configuration that was never run, from a profile of the job.
 
+That of several machines is `cluster_model`, that of messages `exchange/flow/cost_model.py`.
+
     layers        forward and backward of each layer, timed at the candidate's threads, batch share, copies and options
     calibration   time of the whole model divided by the sum of its layers, at the baseline: work outside layers
     update        the optimizer alone, on the same number of cores

@@ -3,7 +3,8 @@
     dense      an all-reduce: on gloo's ring 2 (N - 1) messages, 2 (N - 1) / N n bytes
     factors    an all-gather: 2 (N - 1) messages, (N - 1) rows (in + out) numbers, and all other ranks' rows to multiply
 
-The link reports the cost of both, which depends on its algorithms: MPI's differ from gloo's rings.
+The link reports the cost of both, which depends on its algorithms: MPI's differ from gloo's rings. The time of a
+step on several machines: `planner/cluster_model.py`.
 
 Time on the network counts in full, also where backward hides it: while all cores are busy, sending slows computing. A
 layer changes its form only where that saves much more than the noise of the measurements.

@@ -14,38 +14,28 @@ from numpy.typing import NDArray
 
 from paceline.report.record import events
 
-STEP = (
-    *("step", "loss", "weight", "seconds", "lr", "norm"),
-    *("compute_seconds", "wait_seconds", "exchange_seconds", "update_seconds"),
-    *("epoch", "batch", "rows", "samples", "ends_epoch"),
-)
-EPOCH = ("epoch", "step", "loss", "accuracy", "test_accuracy")
-USAGE = (
-    *("run_cores", "machine_cores", "rss_bytes", "pss_bytes", "memory_used_bytes", "swap_used_bytes"),
-    *("disk_read_bytes_per_s", "disk_written_bytes_per_s", "net_sent_bytes_per_s", "net_received_bytes_per_s"),
-    *("context_switches_per_s", "gpu_percent", "gpu_memory_bytes"),
-)
-
 
 class Columns:
-    """Columns of float64 values, NaN where an event has no such field. The column ``time_s`` always exists."""
+    """Each numeric field of some events as a column of float64 values, NaN where an event or all lack the field."""
 
-    def __init__(self, *names: str):
-        self._columns = {name: array("d") for name in ("time_s", *names)}
+    def __init__(self) -> None:
+        self._columns = {"time_s": array("d")}
 
     def __len__(self) -> int:
         return len(self._columns["time_s"])
 
     def __getitem__(self, name: str) -> NDArray[np.float64]:
-        return np.array(self._columns[name])
+        return np.array(self._columns[name]) if name in self._columns else np.full(len(self), np.nan)
 
     def has(self, name: str) -> bool:
         return bool(np.isfinite(self[name]).any())
 
     def add(self, time_s: float, row: Mapping[str, Any]) -> None:
+        values = {name: value for name, value in row.items() if isinstance(value, int | float)} | {"time_s": time_s}
+        for name in values.keys() - self._columns.keys():
+            self._columns[name] = array("d", [float("nan")] * len(self))
         for name, column in self._columns.items():
-            value = time_s if name == "time_s" else row.get(name)
-            column.append(value if isinstance(value, int | float) else float("nan"))
+            column.append(values.get(name, float("nan")))
 
     def cut(self, name: str, value: float) -> None:
         """Drops the rows at or after ``value`` in an increasing column."""
@@ -61,9 +51,9 @@ class Run:
     name: str
     join: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
-    steps: Columns = field(default_factory=lambda: Columns(*STEP, "sent_bytes"))
-    epochs: Columns = field(default_factory=lambda: Columns(*EPOCH))
-    usage: Columns = field(default_factory=lambda: Columns(*USAGE))
+    steps: Columns = field(default_factory=Columns)
+    epochs: Columns = field(default_factory=Columns)
+    usage: Columns = field(default_factory=Columns)
     hints: list[str] = field(default_factory=list)
     drifts: list[dict[str, Any]] = field(default_factory=list)  # the events of re-broadcasts
     resumed: list[tuple[float, float]] = field(default_factory=list)  # (step, time_s) of each join after the first
