@@ -1,1 +1,1 @@
-"""Elastic training: failure detection, membership changes, and state transfer to joining nodes."""
+"""Elastic training. What happens when a node fails: `fault_tolerant`; when one joins: `joiner`, `admission`."""

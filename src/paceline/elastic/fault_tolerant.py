@@ -7,10 +7,10 @@ most: no member ends an operation that another has not entered.
 When a node dies, in order:
 
     failure_detector, the link   its operations raise LinkError on the others
-    step/step                    rolls back what forward changed, and calls `recover` here
+    step/step                    rolls back what forward changed, and calls `recover` here (a vote: `commit` does)
     membership, reconfigure      the survivors rendezvous; `quorum` decides who may continue
     view_change, assignment      new ranks, and the lost node's samples go to the survivors
-    below_minimum                with fewer nodes than the minimum: waits for joining nodes
+    admission, below_minimum     with fewer nodes than the minimum: waits for joining nodes
     step/step                    computes the step again
 
 A collective is completed or repeated:
