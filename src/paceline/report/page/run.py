@@ -39,7 +39,7 @@ class Columns:
 
     def cut(self, name: str, value: float) -> None:
         """Drops the rows at or after ``value`` in an increasing column."""
-        length = bisect.bisect_left(self._columns[name], value)
+        length = bisect.bisect_left(self[name], value)
         for column in self._columns.values():
             del column[length:]
 
