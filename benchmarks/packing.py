@@ -14,7 +14,7 @@ import time
 import torch
 from torch.nn import functional as F
 
-from paceline.codec.lossless import pack, unpack
+from paceline.codec.encoding.packing import pack, unpack
 from paceline.registry import find
 
 STEPS = 3

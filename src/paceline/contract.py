@@ -18,7 +18,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline import errors
-from paceline.messages import Bucket, CommCost, Gradient, RowRange, StepOutcome, Tally, Target, Update, Vote
+from paceline.messages import (
+    DENSE,
+    Bucket,
+    CodecRun,
+    CommCost,
+    Gradient,
+    Round,
+    RowRange,
+    StepContext,
+    StepOutcome,
+    Tally,
+    Target,
+    Update,
+    Vote,
+)
 from paceline.transport import Control, Link, Waits
 
 Loss = Callable[..., Any]  # of the model's output and a batch; a metric likewise
@@ -226,45 +240,50 @@ class Engine(EngineTraits, EngineState, EngineOnNode):
 
 
 class Codec:
-    """Gradient compression: how a gradient is encoded for sending. Its state ("memory") is passed in and returned.
+    """Gradient compression: the collectives that add up one bucket over all nodes, and what they carry.
 
-    ``sums``: payloads may be all-reduced (in their own type, ``wire``); else they are all-gathered and decoded.
-    ``needs_feedback``: biased unless wrapped by ``feedback``. ``has_residual``: its memory contains unsent values.
+    A codec encodes the sum of a node. Its state ("memory") belongs to a node and a bucket; it is passed in and
+    returned, and the returned one counts only if the step is applied.
+
+    ``kinds``: of buckets that it encodes (`Bucket.kind`). ``needs_feedback``: biased unless wrapped by ``feedback``.
+    ``has_residual``: its state contains values that were not sent.
     """
 
     fidelity = "exact"
-    sums = True
+    kinds: tuple[str, ...] = (DENSE,)
     needs_feedback = False
     scaled = False  # scaling the input by a power of two scales the result exactly
     has_residual = False
     wire = "the gradient's own type"
     takes_over: tuple[str, ...] = ()
 
-    def init(self, bucket: Bucket, rank: int, seed: int) -> Any:
+    def init(self, bucket: Bucket, seed: int) -> Any:
+        """The state before the first step, the same on every node."""
         return None
 
-    def encode(self, flat: Tensor, memory: Any, step: int) -> tuple[Tensor, Any]:
-        """(payload, pending): ``pending`` becomes memory by `commit` if the step is applied."""
+    def rounds(self, bucket: Bucket, size: int, dtype: torch.dtype) -> Sequence[Round]:
+        """The collectives of `run` among ``size`` nodes, on values of this type: their order and cost are known
+        before."""
         raise NotImplementedError
 
-    def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    def run(self, bucket: Bucket, values: Tensor, state: Any, context: StepContext) -> CodecRun:
+        """Yields each of `rounds` with its payload, and is sent its result. Neither values nor state are changed;
+        the same arguments give the same payloads."""
         raise NotImplementedError
-
-    def commit(self, pending: Any, agreed: Tensor) -> Any:
-        """The next memory. Called only on COMMIT."""
-        return pending
 
     def keep_unapplied(self, before: Any, after: Any, unused: Sequence[slice]) -> Any:
-        """The next memory, where these values of the global gradient were not applied."""
+        """The next state, where these values of the global gradient were not applied."""
         return after
 
-    def redistribute(self, memories: Sequence[Any], rank: int, size: int) -> Any:
-        """This rank's memory of a bucket, from those of ``len(memories)`` ranks. With equally many ranks it is its own;
+    def redistribute(self, states: Sequence[Any], rank: int, size: int) -> Any:
+        """This node's state of a bucket, from those of ``len(states)`` nodes. With equally many nodes it is its own;
         otherwise no residual may be lost or duplicated."""
-        return memories[rank % len(memories)]
+        return states[rank % len(states)]
 
-    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        raise NotImplementedError
+    def on_view_change(self, bucket: Bucket, state: Any, seed: int) -> Any:
+        """This node's state once other nodes have joined or failed: what all nodes must share begins anew, as in
+        `init`, since a joining node has none."""
+        return state
 
 
 class ExchangeTraits:
@@ -276,7 +295,7 @@ class ExchangeTraits:
     factors: bool = False  # gradients of fully-connected layers may be sent as factors
     fixed_order: bool = False  # sums are bit-equal for any assignment of shares to nodes
     gathers: bool = False  # all-gathers the gradients, which each rank adds up
-    factor_dtype: torch.dtype | None = None  # of factors that are sent, where every node computes them in 16 bits
+    factor_codec: Codec | None = None  # of factors that are sent; None: the exact one
     overlap = "backward"  # "forward": a step ends with the vote, and its gradients arrive during the next
     overlaps: tuple[str, ...] = ("backward",)
     # how a node adds a product to a gradient, (into, left, right), and the number of processes that compute it
@@ -296,8 +315,10 @@ class Exchange(ExchangeTraits):
         rows: int = 1,
         seed: int = 0,
         optimizer_takes_factors: bool = False,
+        weights: Mapping[str, Tensor] = {},
     ) -> None:
-        """``optimizer_takes_factors``: the engine's optimizer accepts factors, which then help even on one node."""
+        """``optimizer_takes_factors``: the engine's optimizer accepts factors, which then help even on one node.
+        ``weights``: the engine's, by name, not to be changed; they have their initial values at the first `begin`."""
         raise NotImplementedError
 
     def forms(self) -> Sequence[str]:

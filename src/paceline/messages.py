@@ -1,4 +1,4 @@
-"""Data types of a step: buckets, gradients, votes, outcomes and updates."""
+"""Data types of a step: buckets, gradients, collectives, votes, outcomes and updates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 import itertools
 import operator
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 DENSE, FACTORS = "dense", "factors"
+SUM, MAX, ALL_GATHER = "sum", "max", "all-gather"
 
 RowRange = tuple[int, int]  # rows of a weight: (first, end); end 0: all rows
 
@@ -33,6 +34,7 @@ class Bucket:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     linear: bool = False  # one fully-connected weight (out, in), whose gradient may be sent as factors
+    kind: str = DENSE  # FACTORS: both factors of a layer's gradient, side by side: (rows, out + in)
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
@@ -45,6 +47,53 @@ class Bucket:
     def fits(self, num_rows: int) -> bool:
         """Whether factors of so many rows fit into the buffer of the gradient."""
         return num_rows * sum(self.shapes[0]) <= self.numel
+
+    def as_factors(self, num_rows: int) -> Bucket:
+        """This layer's bucket as factors of so many rows."""
+        return Bucket(self.index, self.names, ((num_rows, sum(self.shapes[0])),), kind=FACTORS)
+
+
+@dataclass(frozen=True)
+class Round:
+    """A collective that a codec will run, known before the step: SUM, MAX or ALL_GATHER of at most ``max_bytes`` per
+    rank. ``even``: of as many bytes on every rank."""
+
+    operation: str
+    max_bytes: int
+    even: bool = True
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that a codec runs now. Its result: the sum, or the largest values, in the payload's memory; or every
+    rank's payload, in rank order."""
+
+    operation: str
+    payload: Tensor
+    even: bool = True
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a codec may depend on beside a bucket's values. ``wants_sent``: `Coded.sent` is needed."""
+
+    step: int
+    rank: int
+    size: int
+    wants_sent: bool = False
+
+
+@dataclass
+class Coded:
+    """The result of a codec. ``total``: the sum of all nodes' values, as all of them have it. ``state``: of the next
+    step, if this one is applied. ``sent``: this node's part of the total; None: all of its values."""
+
+    total: Tensor
+    state: Any = None
+    sent: Tensor | None = None
+
+
+CodecRun = Generator[Collective, Any, Coded]
 
 
 class Gradient:
@@ -313,6 +362,9 @@ class CommCost:
     steps: float
     bytes: float
     flops: float = 0.0
+
+    def __add__(self, other: CommCost) -> CommCost:
+        return CommCost(self.steps + other.steps, self.bytes + other.bytes, self.flops + other.flops)
 
     @property
     def in_sequence(self) -> float:

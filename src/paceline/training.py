@@ -29,6 +29,7 @@ from paceline.exchange.flow.control import alone
 from paceline.job import Job
 from paceline.launch.signals import HANGUP, RESUME_CODE, SIGNALS, Interrupt, Resume, Stopped
 from paceline.launch.supervise.trained_alone import UNSTEPPED, note, unstepped_text
+from paceline.messages import SUM
 from paceline.planner import plan_cache
 from paceline.planner.diagnose.equivalence import EquivalenceRun
 from paceline.planner.measure.stopwatch import Stopwatch
@@ -135,7 +136,9 @@ class Training:
         if run.leader and (stale := plan_cache.confirm(run.job)):
             log.info(f"{stale}; the next start measures again")
             run.record.write("hint", text=stale)
-        rounds, num_nodes = codec.sums and codec.fidelity == "rounded", run.world.num_nodes
+        num_nodes, types = run.world.num_nodes, (run.world.num_nodes, run.engine.weights[0].dtype)
+        sums = any(each.operation == SUM for each in codec.rounds(run.engine.buckets[0], *types))
+        rounds = sums and codec.fidelity == "rounded"
         if run.leader and num_nodes > 2 and rounds and not run.link.accumulates_fp32:
             text = f"the all-reduce adds in {codec.wire}: with {num_nodes} nodes each sum is rounded once per node"
             log.info(text)

@@ -20,9 +20,9 @@ from paceline.data.sampler import Assignment
 from paceline.elastic.fault_tolerant import FaultTolerantControl
 from paceline.engine.sequential import Engine
 from paceline.exchange.flow.control import Control
-from paceline.exchange.local_sgd import Exchange
 from paceline.launch.signals import RESUME_CODE
 from paceline.messages import Decision, StepOutcome, Vote
+from paceline.registry import parse
 from paceline.report.record import read
 from paceline.step.redistribution import Redistribution
 from paceline.transport import ViewChange
@@ -31,11 +31,11 @@ BATCH, PERIOD, VICTIM = 24, 2, 1
 DATA = [rows(BATCH, seed) for seed in range(4)]
 
 
-def train(fate):
+def train(fate, name):
     """Per rank its weights and the number of view changes; None for ranks that failed."""
 
     def work(link):
-        engine, exchange, members = Engine(), Exchange(PERIOD), Mortals(link, fate)
+        engine, exchange, members = Engine(), parse("exchange", name), Mortals(link, fate)
         control = FaultTolerantControl(Control(members, votes=False), [exchange.rebuild, engine.reopen])
         rank = Rank(
             members.link, build(), OPTIMIZERS["sgd"], exchange=exchange, members=members, control=control, engine=engine
@@ -84,13 +84,14 @@ def alone(lost_after, kept):
     return models[0].state_dict()
 
 
+@pytest.mark.parametrize("name", [f"local_sgd:{PERIOD}", f"diloco:{PERIOD},lr=1,beta=0"])
 @pytest.mark.parametrize("after", [False, True])
-def test_whoever_dies_in_whichever_operation_of_an_average_the_others_have_the_same_one(after):
+def test_whoever_dies_in_whichever_operation_of_an_average_the_others_have_the_same_one(name, after):
     """An average of `Plain` has eight sums, messages before, a vote after: a rank fails at each of these operations."""
     seen = set()
     for number in range(1, 20):
         fate = Fate((0, VICTIM, number), after=after)
-        results = train(fate)
+        results = train(fate, name)
         if not fate.fired:
             break
         left = [result for result in results if result]

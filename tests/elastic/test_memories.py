@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ranks
+from collecting import collected
 from launching import launch
 from paceline.checkpoint import codec_state, run_state
 from paceline.checkpoint.checkpoint import read_newest
@@ -20,7 +21,8 @@ from paceline.registry import names, parse
 from scripts import owed
 
 COUNT = 17
-CODECS = [name if name != "topk" else "topk:keep=0.1" for name in names("codec") if name != "feedback"]
+SPELLINGS = {"topk": "topk:keep=0.1", "lossless": "lossless/topk:keep=0.1"}
+CODECS = [SPELLINGS.get(name, name) for name in names("codec") if name != "feedback"]
 CPU = torch.device("cpu")
 
 
@@ -55,15 +57,11 @@ def test_what_is_owed_is_dealt_and_keeps_its_sum(before, after):
 def test_every_codec_goes_on_from_what_is_dealt(codec):
     made = parse("codec", codec)
     bucket = owed.spec(COUNT)
-    kept = []
-    for rank in range(3):
-        memory = made.init(bucket, rank, 0)
-        payload, pending = made.encode(torch.randn(COUNT), memory, 0)
-        kept.append({0: made.commit(pending, made.decode(payload, COUNT, torch.float32))})
-    for node in range(2):
-        memory = codec_state.redistribute(made, kept, node, 2, CPU)[0]
-        payload, _ = made.encode(torch.randn(COUNT), memory, 1)
-        assert made.decode(payload, COUNT, torch.float32).isfinite().all()
+    coded, _ = collected(made, [torch.randn(COUNT) for _ in range(3)], 0, bucket)
+    kept = [{0: each.state} for each in coded]
+    states = [codec_state.redistribute(made, kept, node, 2, CPU)[0] for node in range(2)]
+    coded, _ = collected(made, [torch.randn(COUNT) for _ in range(2)], 1, bucket, states)
+    assert all(each.total.isfinite().all() for each in coded)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

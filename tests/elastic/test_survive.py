@@ -212,7 +212,7 @@ def test_however_it_trains(how):
         check(train(3, fate, model, **how), fate, model, how.get("optimizer", "momentum"))
 
 
-@pytest.mark.parametrize("codec", ["half", "feedback/topk:keep=0.2"])
+@pytest.mark.parametrize("codec", ["half", "feedback/topk:keep=0.2", "feedback/lowrank:1", "qsgd"])
 def test_with_a_codec_the_replicas_stay_equal(codec):
     """The residual of the failed rank is lost with it."""
     model = build(Plain)

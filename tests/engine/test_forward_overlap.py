@@ -91,7 +91,7 @@ def test_under_autocast():
 
 
 @pytest.mark.parametrize("kind", ["plain", "tied"])
-@pytest.mark.parametrize("codec", ["none", "half", "feedback/topk:keep=0.1"])
+@pytest.mark.parametrize("codec", ["none", "half", "feedback/topk:keep=0.1", "feedback/lowrank:1", "qsgd"])
 def test_what_a_codec_remembers_arrives_with_its_piece(codec, kind):
     """Tied weights are sent twice in the first step: what was refused is not remembered."""
     model = build(MODELS[kind])

@@ -11,10 +11,11 @@ from torch import nn
 import paceline
 import ranks
 from nodes import Rank, Whole, build, gap, reference, rows
+from paceline import contract
 from paceline.errors import NotFinite
 from paceline.exchange.allreduce import Exchange
 from paceline.link import memory
-from paceline.messages import DENSE
+from paceline.messages import DENSE, SUM, Coded, Collective, Round
 
 BATCHES = [rows(24, seed) for seed in range(5)]
 OPEN_S = 0.3  # in which a gate opens by itself: that alone decides what a mistake would read
@@ -81,23 +82,18 @@ def rank_of(link, model, **options):
     return Rank(link, model, exchange=exchange, **options)
 
 
-class Listening:
+class Listening(contract.Codec):
     """A codec that notes for which step it was asked."""
-
-    sums, fidelity = True, "exact"
 
     def __init__(self):
         self.steps = []
 
-    def encode(self, flat, memory, step):
-        self.steps.append(step)
-        return flat, None
+    def rounds(self, bucket, size, dtype):
+        return [Round(SUM, bucket.numel * dtype.itemsize)]
 
-    def decode(self, payload, numel, dtype):
-        return payload
-
-    def commit(self, pending, agreed):
-        return None
+    def run(self, bucket, values, state, context):
+        self.steps.append(context.step)
+        return Coded((yield Collective(SUM, values)))
 
 
 def test_a_thread_that_sends_late_sends_the_same_and_what_is_decided_by_it_is_decided_alike():
@@ -105,7 +101,7 @@ def test_a_thread_that_sends_late_sends_the_same_and_what_is_decided_by_it_is_de
 
     def work(link):
         rank = rank_of(link, build())
-        rank.exchange.codec = Listening()
+        codec = rank.exchange.codecs[DENSE] = Listening()
         late = link.rank == 1
         if late:
             link.leave.event.clear()
@@ -115,7 +111,7 @@ def test_a_thread_that_sends_late_sends_the_same_and_what_is_decided_by_it_is_de
         rank.train(BATCHES[1:3])
         rank.engine.wait_pending()
         rank.exchange.close()
-        return costs, rank.exchange.codec.steps, len(rank.engine.buckets)
+        return costs, codec.steps, len(rank.engine.buckets)
 
     (costs, steps, num), other = ranks.run(2, work, world(2))
     assert steps == [step for step in range(3) for _ in range(num)]

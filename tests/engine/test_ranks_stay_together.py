@@ -19,7 +19,7 @@ from paceline.exchange.allreduce import Exchange
 from paceline.job import Job
 from paceline.launch.local import free_port
 from paceline.link import gloo
-from paceline.messages import DENSE, FACTORS, Vote
+from paceline.messages import DENSE, FACTORS, SUM, Coded, Collective, Round, Vote
 from paceline.registry import parse
 
 BATCHES = [rows(24, seed) for seed in range(5)]
@@ -64,21 +64,19 @@ def test_batches_of_different_length_are_told():
 class Doubled(contract.Codec):
     """Twice as long as the gradient."""
 
-    def encode(self, flat, memory, step):
-        return torch.cat([flat, flat]), None
+    def rounds(self, bucket, size, dtype):
+        return [Round(SUM, 2 * bucket.numel * dtype.itemsize)]
 
-    def decode(self, payload, numel, dtype):
-        assert len(payload) == 2 * numel
-        return payload[:numel]
-
-    def payload_bytes(self, numel, dtype):
-        return 2 * numel * dtype.itemsize
+    def run(self, bucket, values, state, context):
+        whole = yield Collective(SUM, torch.cat([values, values]))
+        assert len(whole) == 2 * bucket.numel
+        return Coded(whole[: bucket.numel])
 
 
 def test_payloads_of_any_length_go_together():
     def work(link, codec):
         rank = Rank(link, build(), exchange=Exchange(DENSE))
-        rank.exchange.codec = codec
+        rank.exchange.codecs[DENSE] = codec
         rank.exchange.choice.groups = ((0, 1), (2,))
         rank.train(BATCHES)
         rank.exchange.close()

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import ranks
 from nodes import HIDDEN, IN, OUT, Plain, Rank, build, rows
-from paceline.codec.lossless import HEAD, SLOW_S, WHOLE, fits, joined, pack, unpack
+from paceline.codec.encoding.packing import HEAD, SLOW_S, WHOLE, fits, joined, pack, unpack
 from paceline.exchange.allreduce import Exchange
 from paceline.exchange.flow.autotuner import HIGH_BANDWIDTH_S, Autotuner
 from paceline.exchange.flow.control import Control
@@ -173,7 +173,9 @@ def test_only_a_slow_wire_is_worth_it_and_what_was_begun_is_kept():
 def decided(numel):
     bucket = Bucket(0, ("weight",), ((numel,),), False)
     choice = Autotuner(
-        (bucket,), 2, parse("codec", "none"), "measured", 1, optimizer_takes_factors=False, by_need=False
+        *((bucket,), 2, dict.fromkeys((DENSE, FACTORS), parse("codec", "none")), "measured", 1),
+        optimizer_takes_factors=False,
+        by_need=False,
     )
     seen = []
     for per_byte in (0.5, 1.2, 0.7, 0.4):

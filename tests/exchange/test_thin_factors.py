@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nodes import HIDDEN, Rank, build, rows
-from paceline.elastic.consistency import thin
+from paceline.elastic.consistency import common_precision
 from paceline.engine.compute.precision import Numerics
 from paceline.engine.sequential import Engine
 from paceline.registry import parse
@@ -26,15 +26,15 @@ def computing(precision):
 
 def trained(link, kind):
     exchange = parse("exchange", "allreduce:forms=factors")
-    exchange.factor_dtype = kind
+    exchange.factor_codec = parse("codec", kind)
     rank = Rank(link, build(dtype=torch.float32), exchange=exchange, engine=computing("bf16"))
     rank.train(batches())
     return rank.state(), rank.exchange._lane.sent_bytes, rank.exchange.forms()
 
 
 def test_half_the_bytes_and_every_bit():
-    wide = run(NUM_RANKS, lambda link: trained(link, None))
-    narrow = run(NUM_RANKS, lambda link: trained(link, torch.bfloat16))
+    wide = run(NUM_RANKS, lambda link: trained(link, "none"))
+    narrow = run(NUM_RANKS, lambda link: trained(link, "half:bf16"))
     assert wide[0][2] == narrow[0][2]
     assert "factors" in narrow[0][2]
     for (one, more, _), (other, fewer, _) in zip(wide, narrow, strict=True):
@@ -46,12 +46,12 @@ def test_half_the_bytes_and_every_bit():
 @pytest.mark.parametrize(
     ("precisions", "agreed"),
     [
-        (("bf16", "bf16"), torch.bfloat16),
-        (("fp16", "fp16"), torch.float16),
-        (("bf16", "fp32"), None),
-        (("bf16", "fp16"), None),
-        (("fp32", "fp32"), None),
+        (("bf16", "bf16"), "bf16"),
+        (("fp16", "fp16"), "fp16"),
+        (("bf16", "fp32"), ""),
+        (("bf16", "fp16"), ""),
+        (("fp32", "fp32"), ""),
     ],
 )
 def test_only_where_all_are_alike(precisions, agreed):
-    assert run(NUM_RANKS, lambda link: thin(link, computing(precisions[link.rank]))) == [agreed, agreed]
+    assert run(NUM_RANKS, lambda link: common_precision(link, computing(precisions[link.rank]))) == [agreed] * 2

@@ -27,7 +27,7 @@ def squared(output, _):
 
 
 def codecs():
-    wrap = {"feedback": "feedback/topk:keep=0.1", "topk": "topk:keep=0.5"}
+    wrap = {"feedback": "feedback/topk:keep=0.1", "lossless": "lossless/half", "topk": "topk:keep=0.5"}
     return [wrap.get(name, name) for name in registry.names("codec")]
 
 

@@ -29,7 +29,7 @@ MEANT = {
     # a machine's, or what a codec remembers
     "memory": (
         *("checkpoint/codec_state.py", "checkpoint/run_state.py", "elastic/state_transfer.py"),
-        *("exchange/allreduce.py", "planner/plan_tables.py", "report/page/quantities.py"),
+        *("exchange/allreduce.py", "exchange/diloco.py", "planner/plan_tables.py", "report/page/quantities.py"),
     ),
     # not any
     "none": (

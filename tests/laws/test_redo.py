@@ -64,7 +64,7 @@ def same(one, other):
     return one == other
 
 
-@pytest.mark.parametrize("codec", ["none", "feedback/topk:keep=0.1"])
+@pytest.mark.parametrize("codec", ["none", "feedback/topk:keep=0.1", "feedback/lowrank:1", "qsgd"])
 def test_a_refused_step_leaves_no_trace(codec):
     steps = sorted(random.Random(1).sample(range(1, 12), 5))
     model = build(Conv)
@@ -191,7 +191,9 @@ def test_random_numbers_come_again(drawn_before, drawn_after):
 def test_rows_that_do_not_fit_any_more_are_refused_also_by_one_node_alone():
     """Story: of two nodes one was left, whose processes' factors fitted each, and together did not."""
     bucket = Bucket(0, ("weight",), ((64, 64),), True)
-    choice = Autotuner((bucket,), 1, parse("codec", "none"), "bytes", 8, optimizer_takes_factors=True, by_need=False)
+    choice = Autotuner(
+        (bucket,), 1, dict.fromkeys((DENSE, FACTORS), parse("codec", "none")), "bytes", 8, True, by_need=False
+    )
     choice.num_multipliers = 2
     few, many = (Vote(rows=(count,), dense=bytes(1)) for count in (8, 40))
     assert not choice.needs_retry(few, [few])

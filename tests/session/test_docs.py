@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from collecting import collected
 from paceline import registry
 from paceline.engine.compute import precision
 from paceline.planner.plan_file import Plan, Row
@@ -129,6 +130,7 @@ def test_the_codec_on_the_page_is_one():
     names: dict[str, object] = {}
     exec(block, names)
     codec, flat = names["Codec"](), torch.tensor([3.0, 0.0, -1.0])
-    payload, _ = codec.encode(flat, codec.init(None, 0, 0), 0)
-    assert payload.nbytes == codec.payload_bytes(3, torch.float32)
-    assert codec.decode(payload, 3, torch.float32).tolist() == pytest.approx([4 / 3, 0.0, -4 / 3])
+    coded, _ = collected(codec, [flat, 2 * flat])
+    for each, sent in zip(coded, ([4 / 3, 0.0, -4 / 3], [8 / 3, 0.0, -8 / 3]), strict=True):
+        assert each.total.tolist() == pytest.approx([4.0, 0.0, -4.0])
+        assert each.sent.tolist() == pytest.approx(sent)

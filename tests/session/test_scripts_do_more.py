@@ -127,7 +127,7 @@ def test_a_layer_that_is_computed_in_32_bits_is_not_sent_in_16():
         engine = Engine()
         engine.numerics = Numerics(precision="bf16")
         exchange = Exchange(forms=FACTORS)
-        exchange.factor_dtype = torch.bfloat16
+        exchange.factor_codec = parse("codec", "half:bf16")
         rank = Rank(link, model, OPTIMIZERS["sgd"], exchange, engine=engine)
         rank.train(data)
         forms = dict(zip((bucket.names[0] for bucket in engine.buckets), exchange.forms(), strict=True))

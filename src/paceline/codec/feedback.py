@@ -8,53 +8,54 @@ that is not applied leaves the residual unchanged; redistribution to other ranks
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline import contract, messages
+from paceline.codec.encoding.wrapper import Wrapper
+from paceline.contract import Codec as Inner
+from paceline.messages import Bucket, CodecRun, Coded, Round, StepContext
 
 
-class Codec(contract.Codec):
-    """Memory: (residual (numel,), the inner codec's memory)."""
+class Codec(Wrapper):
+    """State: (residual (numel,), the inner codec's state)."""
 
-    def __init__(self, inner: contract.Codec | None = None):
-        if not isinstance(inner, contract.Codec):
-            raise ValueError("codec 'feedback' needs a codec to wrap, as in 'feedback/topk:keep=0.01'")
-        self.inner = inner
-        self.fidelity, self.sums, self.wire = inner.fidelity, inner.sums, inner.wire
-        self.takes_over, self.has_residual = inner.takes_over, True
+    needs_feedback = False
+    has_residual = True
 
-    def init(self, bucket: messages.Bucket, rank: int, seed: int) -> Any:
-        return None, self.inner.init(bucket, rank, seed)
+    def __init__(self, inner: Inner | None = None):
+        super().__init__(inner)
+        self.has_residual, self.needs_feedback, self.scaled = True, False, False
 
-    def encode(self, flat: Tensor, memory: Any, step: int) -> tuple[Tensor, Any]:
-        residual, deeper = memory
-        wanted = flat if residual is None else flat + residual
-        payload, pending = self.inner.encode(wanted, deeper, step)
-        # decodes the bytes that the others decode, so that the residual holds exactly what they did not receive
-        return payload, (wanted - self.decode(payload, flat.numel(), flat.dtype), pending)
+    def init(self, bucket: Bucket, seed: int) -> Any:
+        return None, self.inner.init(bucket, seed)
 
-    def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        return self.inner.decode(payload, numel, dtype)
+    def rounds(self, bucket: Bucket, size: int, dtype: torch.dtype) -> Sequence[Round]:
+        return self.inner.rounds(bucket, size, dtype)
 
-    def commit(self, pending: Any, agreed: Tensor) -> Any:
-        residual, deeper = pending
-        return residual, self.inner.commit(deeper, agreed)
+    def run(self, bucket: Bucket, values: Tensor, state: Any, context: StepContext) -> CodecRun:
+        residual, deeper = state
+        wanted = values if residual is None else values + residual
+        # without a copy: a codec that sends all values may receive their sum in the same memory
+        coded = yield from self.inner.run(bucket, wanted, deeper, dataclasses.replace(context, wants_sent=True))
+        return Coded(coded.total, (None if coded.sent is None else wanted - coded.sent, coded.state), coded.sent)
 
     def keep_unapplied(self, before: Any, after: Any, unused: Sequence[slice]) -> Any:
         (old, deep), (new, deeper) = before, after
-        new = new.clone() if unused else new
-        for values in unused:
-            new[values] = 0 if old is None else old[values]
+        if unused and not (old is None and new is None):
+            new = torch.zeros_like(old) if new is None else new.clone()
+            for values in unused:
+                new[values] = 0 if old is None else old[values]
         return new, self.inner.keep_unapplied(deep, deeper, unused)
 
-    def redistribute(self, memories: Sequence[Any], rank: int, size: int) -> Any:
-        residuals = [residual for residual, _ in memories[rank::size] if residual is not None]
+    def redistribute(self, states: Sequence[Any], rank: int, size: int) -> Any:
+        residuals = [residual for residual, _ in states[rank::size] if residual is not None]
         whole = sum(residuals[1:], residuals[0]) if residuals else None
-        return whole, self.inner.redistribute([deeper for _, deeper in memories], rank, size)
+        return whole, self.inner.redistribute([deeper for _, deeper in states], rank, size)
 
-    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return self.inner.payload_bytes(numel, dtype)
+    def on_view_change(self, bucket: Bucket, state: Any, seed: int) -> Any:
+        residual, deeper = state
+        return residual, self.inner.on_view_change(bucket, deeper, seed)

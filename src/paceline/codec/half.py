@@ -2,26 +2,30 @@
 
 *Use* on links where fp32 gradients take longer than the backward pass. bf16 keeps fp32's range, so no
 scaling is needed; fp16 has three more bits of precision and overflows above 65,504.
-*Invariants*: decode(encode(x)) is x to half a unit in the last place; zeros stay zero.
+*Invariants*: what is sent is x to half a unit in the last place; zeros stay zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline import contract
+from paceline.codec.encoding.packing import row_round, row_sum
+from paceline.messages import ALL_GATHER, DENSE, FACTORS, Bucket, CodecRun, Coded, Collective, Round, StepContext
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Codec(contract.Codec):
-    """Two ranks add in the gradient's own type. Among N > 2 ranks the all-reduce adds in 16 bits, with N - 1 more
-    roundings; training logs this when it begins."""
+    """Two ranks gather both gradients, in as many bytes, and add in the gradient's own type. Among N > 2 ranks the
+    all-reduce adds in 16 bits, with N - 1 more roundings; training logs this when it begins."""
 
     fidelity, scaled = "rounded", True
+    kinds = (DENSE, FACTORS)
 
     def __init__(self, type: str = "bf16"):
         if type not in TYPES:
@@ -29,13 +33,25 @@ class Codec(contract.Codec):
         self.type = TYPES[type]
         self.wire = type
 
-    def encode(self, flat: Tensor, memory: Any, step: int) -> tuple[Tensor, Any]:
-        parts = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-        return parts.to(self.type), None
+    def rounds(self, bucket: Bucket, size: int, dtype: torch.dtype) -> Sequence[Round]:
+        num_bytes = (4 if dtype.is_complex else 2) * bucket.numel
+        return [Round(ALL_GATHER, num_bytes) if self._gathers(bucket, size, dtype) else row_round(bucket, num_bytes)]
 
-    def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        parts = payload.to(dtype.to_real())
-        return torch.view_as_complex(parts.view(-1, 2)) if dtype.is_complex else parts
+    def run(self, bucket: Bucket, values: Tensor, state: Any, context: StepContext) -> CodecRun:
+        real, dtype = values.dtype.to_real(), values.dtype
+        payload = (torch.view_as_real(values).reshape(-1) if values.is_complex() else values).to(self.type)
+        sent = _like(payload, dtype) if context.wants_sent and real != self.type else None
+        if self._gathers(bucket, context.size, dtype):
+            one, other = yield Collective(ALL_GATHER, payload)
+            whole = one.to(real).add_(other)
+        else:
+            whole = yield from row_sum(bucket, payload)
+        return Coded(_like(whole, dtype), sent=sent)
 
-    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return 4 * numel if dtype.is_complex else 2 * numel
+    def _gathers(self, bucket: Bucket, size: int, dtype: torch.dtype) -> bool:
+        return size == 2 and bucket.kind == DENSE and dtype.to_real().itemsize > self.type.itemsize
+
+
+def _like(payload: Tensor, dtype: torch.dtype) -> Tensor:
+    parts = payload.to(dtype.to_real())
+    return torch.view_as_complex(parts.view(-1, 2)) if dtype.is_complex else parts

@@ -8,19 +8,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline import contract
+from paceline.messages import ALL_GATHER, Bucket, CodecRun, Coded, Collective, Round, StepContext
 
 
 class Codec(contract.Codec):
     """*Shapes*: payload (k * (4 + itemsize),) uint8: k int32 positions, then k values."""
 
     fidelity = "approximate"
-    sums = False
     needs_feedback = True
     wire = "decoded, then the gradient's own type"
 
@@ -29,19 +30,24 @@ class Codec(contract.Codec):
             raise ValueError(f"codec 'topk' keeps a share of the values, 0 < keep <= 1; got keep={keep!r}")
         self.keep = keep
 
+    def rounds(self, bucket: Bucket, size: int, dtype: torch.dtype) -> Sequence[Round]:
+        return [Round(ALL_GATHER, self._k(bucket.numel) * (4 + dtype.itemsize), even=False)]
+
+    def run(self, bucket: Bucket, values: Tensor, state: Any, context: StepContext) -> CodecRun:
+        k = self._k(bucket.numel)
+        positions = values.abs().topk(k, sorted=False).indices.sort().values
+        payload = torch.cat([positions.to(torch.int32).view(torch.uint8), values[positions].view(torch.uint8)])
+        sent = torch.zeros_like(values).index_copy_(0, positions, values[positions]) if context.wants_sent else None
+        first, *others = yield Collective(ALL_GATHER, payload, even=False)
+        whole = self._decoded(first, values)
+        for other in others:
+            whole += self._decoded(other, values)
+        return Coded(whole, sent=sent)
+
     def _k(self, numel: int) -> int:
         return math.ceil(self.keep * numel - 1e-9)  # 0.07 of 100 is 7.000000000000001
 
-    def encode(self, flat: Tensor, memory: Any, step: int) -> tuple[Tensor, Any]:
-        k = self._k(flat.numel())
-        positions = flat.abs().topk(k, sorted=False).indices.sort().values
-        return torch.cat([positions.to(torch.int32).view(torch.uint8), flat[positions].view(torch.uint8)]), None
-
-    def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        k = self._k(numel)
-        positions = payload[: 4 * k].clone().view(torch.int32).long()
-        values = payload[4 * k :].clone().view(dtype)
-        return torch.zeros(numel, dtype=dtype, device=payload.device).index_copy_(0, positions, values)
-
-    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return self._k(numel) * (4 + dtype.itemsize)
+    def _decoded(self, payload: Tensor, like: Tensor) -> Tensor:
+        k = self._k(len(like))
+        positions, values = payload[: 4 * k].clone().view(torch.int32).long(), payload[4 * k :].clone().view(like.dtype)
+        return torch.zeros_like(like).index_copy_(0, positions, values)

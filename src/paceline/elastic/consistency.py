@@ -131,25 +131,25 @@ def script() -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
 
-def digests(facts: dict[str, Any], thin: torch.dtype | None) -> dict[str, str]:
+def digests(facts: dict[str, Any], precision: str) -> dict[str, str]:
     """What a joining node reports of its job: more than nodes that start together compare."""
     # nodes that start together have compared the collective, and cannot connect over unlike links
     names = {name: os.environ.get(name, "") for name in ("PACELINE_COLLECTIVE", "PACELINE_LINK")}
     names["PACELINE_LINK"] = names["PACELINE_LINK"] if says("link", names["PACELINE_LINK"], "by_all") else ""
-    return {name: _digest(fact).hex()[:32] for name, fact in {**facts, "precision": str(thin), **names}.items()}
+    return {name: _digest(fact).hex()[:32] for name, fact in {**facts, "precision": precision, **names}.items()}
 
 
 def _digest(fact: Any) -> bytes:
     return hashlib.sha256(repr(fact).encode()).digest()
 
 
-def thin(link: transport.Link, engine: contract.Engine) -> torch.dtype | None:
-    """The 16-bit type in which every node computes, if there is one: factors sent in it lose nothing."""
+def common_precision(link: transport.Link, engine: contract.Engine) -> str:
+    """The 16-bit type in which every node computes, else empty: factors sent in it lose nothing."""
     precision = engine.precision
     mine = torch.tensor([list(PRECISION).index(precision)], dtype=torch.uint8)
     gathered = link.all_gather(mine, "comparing precisions", even=True).wait()
     alike = len({int(each) for each in gathered}) == 1
-    return PRECISION[precision] if alike and precision != "fp32" else None
+    return precision if alike and precision != "fp32" else ""
 
 
 def _described(codec: contract.Codec) -> tuple[Any, ...]:

@@ -10,13 +10,14 @@ import torch
 from paceline import transport
 from paceline.contract import Codec, Engine, Exchange
 from paceline.elastic import assignment
-from paceline.elastic.consistency import compare, digests, facts, thin
+from paceline.elastic.consistency import common_precision, compare, digests, facts
 from paceline.elastic.fault_tolerant import FaultTolerantControl
 from paceline.elastic.membership import Members
 from paceline.environment import LaunchEnvironment
 from paceline.exchange.flow.broadcast import marks, plant
 from paceline.exchange.flow.control import Control
 from paceline.job import Job
+from paceline.registry import CODEC, SIXTEEN_BITS, parse
 from paceline.step import buffer_broadcast
 from paceline.step.run_state import RunState
 from paceline.transport import ViewChange
@@ -52,9 +53,10 @@ def start(
     its_digests: dict[str, str] = {}
     if linked:
         compare(members.link, job, engine, exchange, codec)
-        exchange.factor_dtype = thin(members.link, engine)
+        precision = common_precision(members.link, engine)
+        exchange.factor_codec = parse("codec", f"{SIXTEEN_BITS}:{precision}" if precision else CODEC)
         if world.min_nodes:
-            its_digests = digests(facts(job, engine, exchange, codec), exchange.factor_dtype)
+            its_digests = digests(facts(job, engine, exchange, codec), precision)
     mine = assignment.place(job, world, engine.num_virtual_shards)
     exchange.multiply, exchange.num_multipliers = engine.multiply, world.local_size
     fault_tolerant: FaultTolerantControl | None = None
@@ -72,6 +74,7 @@ def start(
             max(mine.rows_per_node(job.batch_size)),
             job.seed,
             engine.optimizer_takes_factors,
+            dict(zip(engine.names, engine.weights, strict=True)),
         )
     apart = world.num_nodes > 1 or bool(world.join_ticket)
     local_exchange, control = engine.local_exchange(exchange, own, not apart, members.activity)
@@ -134,5 +137,6 @@ def _broadcast(
 
 def _kind(part: Any) -> str:
     """The name of a method, with that of the method it wraps."""
-    name, inner = type(part).__module__.rpartition(".")[2], getattr(part, "inner", None)
+    name, inner = type(part).__module__, getattr(part, "inner", None)
+    name = name.rpartition(".")[2] if name.startswith("paceline.") else f"{name}:{type(part).__qualname__}"
     return f"{name}/{_kind(inner)}" if inner else name

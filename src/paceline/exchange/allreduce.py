@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -16,11 +16,27 @@ import torch
 from torch import Tensor
 
 from paceline import contract, messages, transport
-from paceline.codec.lossless import MIN_BYTES, Added, Gathered, fits, joined, pack
+from paceline.codec.encoding.packing import MIN_BYTES, packed
 from paceline.exchange.flow.autotuner import FORMS, PACKED, Autotuner
 from paceline.exchange.flow.cost_model import choose, cost_of, dense_cost, factor_cost
 from paceline.exchange.flow.send_queue import InFlight, SendQueue, StepSends
-from paceline.messages import DENSE, FACTORS, Bucket, CommCost, Decision, Gradient, StepOutcome, Tally, Vote
+from paceline.exchange.flow.together import begin, together
+from paceline.messages import (
+    DENSE,
+    FACTORS,
+    Bucket,
+    CodecRun,
+    Coded,
+    Collective,
+    CommCost,
+    Decision,
+    Gradient,
+    StepContext,
+    StepOutcome,
+    Tally,
+    Vote,
+)
+from paceline.registry import CODEC, find
 
 
 class Exchange(contract.Exchange):
@@ -51,22 +67,25 @@ class Exchange(contract.Exchange):
         rows: int = 1,
         seed: int = 0,
         optimizer_takes_factors: bool = False,
+        weights: Mapping[str, Tensor] = {},
     ) -> None:
         """``rows``: the largest number of rows that a rank computes per step, as expected before the first step."""
+        exact = find("codec", CODEC)
+        codec = codec if self.uses_codec else exact
         self.buckets, self.codec, self.link, self._takes_factors = buckets, codec, link, optimizer_takes_factors
-        self.fidelity = codec.fidelity
-        self.step = 0
-        self.memory = {bucket.index: codec.init(bucket, link.rank, seed) for bucket in buckets}
+        self.codecs = {DENSE: codec, FACTORS: self.factor_codec or exact}
+        self.fidelity, self.seed, self.step = codec.fidelity, seed, 0
+        self.memory = {bucket.index: codec.init(bucket, seed) for bucket in buckets}
         self.choice = Autotuner(
-            *(buckets, link.size, codec, self._requested, rows, optimizer_takes_factors, self.overlap == "forward"),
-            *(self.factor_dtype, self._packed, link.cost),
+            *(buckets, link.size, self.codecs, self._requested, rows, optimizer_takes_factors),
+            *(self.overlap == "forward", self._packed, link.cost),
         )
         self.choice.multiply_by, self.choice.num_multipliers = self.multiply, self.num_multipliers
         self._start()
 
     def _start(self) -> None:
         self._lane = self.link.lane("gradients") if self.link.size > 1 else self.link
-        self._flow = SendQueue(self._send, self.link.threads) if self.link.size > 1 else None
+        self._flow = SendQueue(self._encode, self._begin, self.link.threads) if self.link.size > 1 else None
         self._flight = StepSends(self.choice.groups, self.step, self.choice.packed, self.choice.high_bandwidth)
         self._before: tuple[StepSends, list[CommCost]] | None = None  # the last step, where sums arrive after its vote
         self._received: list[tuple[Gradient, Any]] = []
@@ -91,91 +110,55 @@ class Exchange(contract.Exchange):
             self._flight.offered[gradient.bucket.index] = 0.0
             self._flight.waiting[gradient.bucket.index] = gradient
 
-    def _send(self, gradients: Sequence[Gradient], flight: StepSends) -> InFlight:
-        first, bucket = gradients[0], gradients[0].bucket
-        self._lane.set_regime(flight.high_bandwidth)
-        what = f"{', '.join(bucket.names[:2])}{' ...' if len(bucket.names) > 2 or len(gradients) > 1 else ''}"
+    def _encode(self, gradients: Sequence[Gradient], flight: StepSends) -> InFlight:
+        first, size = gradients[0], self.link.size
+        kind = DENSE if first.output_grad is None else FACTORS
+        bucket = first.bucket if first.output_grad is None else first.bucket.as_factors(len(first.output_grad))
+        context = StepContext(flight.step, self.link.rank, size)
+        run = self._run(gradients, context)
+        if flight.packed:
+            run = packed(run, context, MIN_BYTES)
+        return InFlight(gradients, run, len(self.codecs[kind].rounds(bucket, size, first.kind[0])))
+
+    def _run(self, gradients: Sequence[Gradient], context: StepContext) -> Generator[Collective, Any, list[Coded]]:
+        """The collectives of one message, which return the sums: of several dense gradients, or of one as factors."""
+        runs, first = list[CodecRun](), gradients[0]
         if first.output_grad is not None and first.layer_input is not None:
-            # (rows, out + in)
             both = torch.cat([first.output_grad, first.layer_input.to(first.output_grad.dtype)], dim=1)
-            both = both.to(self.factor_dtype or both.dtype)
-            what = f"all-gather of the factors of {what} ({both.nbytes / 1e6:.1f} MB)"
-            return InFlight(gradients, *self._gather(both, what, flight))
-        payloads, pending = [], []
-        for gradient in gradients:
-            assert gradient.flat is not None
-            payload, memory = self.codec.encode(gradient.flat, self.memory[gradient.bucket.index], flight.step)
-            payloads.append(payload)
-            pending.append(memory)
-        payload = payloads[0] if len(payloads) == 1 else torch.cat(payloads)
-        what = f"sum of bucket {bucket.index}: {what} ({payload.nbytes / 1e6:.1f} MB)"
-        lengths = [len(each) for each in payloads]
-        if self.codec.sums:
-            return InFlight(gradients, *self._sum(payload, what, flight, first.kind[0]), pending, lengths)
-        begin_s = self.link.threads.now()
-        return InFlight(gradients, self._lane.all_gather(payload, what), begin_s, pending, lengths)
+            runs.append(self.codecs[FACTORS].run(first.bucket.as_factors(len(both)), both, None, context))
+        for gradient in gradients if not runs else ():
+            bucket, flat = gradient.bucket, gradient.flat
+            assert flat is not None
+            runs.append(self.codecs[DENSE].run(bucket, flat, self.memory[bucket.index], context))
+        return (yield from together(runs))
 
-    def _gather(self, both: Tensor, what: str, flight: StepSends) -> tuple[transport.Handle, float]:
-        """(the gather, when it began)."""
-        now = self.link.threads.now
-        if not flight.packed or not fits(both):
-            begin_s = now()
-            return self._lane.all_gather(both, what), begin_s
-        packed, begin_s, width = pack(both), now(), both.shape[1]
-        handle = self._lane.all_gather(packed, what)
-        return Gathered(
-            handle, self.link.rank, both.reshape(-1), lambda parts: [part.view(-1, width) for part in parts], now
-        ), begin_s
-
-    def _sum(self, payload: Tensor, what: str, flight: StepSends, own: torch.dtype) -> tuple[transport.Handle, float]:
-        """(the sum, when it began). Between two ranks a gather sends no more bytes than a sum. So payloads can be
-        packed, and rounded ones are added in the gradient's own type; among more ranks a gather would send more."""
-        now, rank, own = self.link.threads.now, self.link.rank, own.to_real()  # complex: a codec may send real pairs
-        rounded = payload.itemsize < own.itemsize
-        packs = flight.packed and payload.nbytes >= MIN_BYTES and fits(payload)
-        if self.link.size > 2 or not (packs or rounded):
-            begin_s = now()
-            return self._lane.sum(payload, what), begin_s
-
-        def add(parts: list[Tensor]) -> Tensor:
-            whole = parts[rank].to(own) if rounded else parts[rank]
-            return whole.add_(parts[1 - rank])
-
-        sent, begin_s = pack(payload) if packs else payload, now()
-        handle = self._lane.all_gather(sent, what, even=not packs)
-        return Gathered(handle, rank, payload, add, now) if packs else Added(handle, add), begin_s
+    def _begin(self, collective: Collective, gradients: Sequence[Gradient], flight: StepSends) -> transport.Handle:
+        self._lane.set_regime(flight.high_bandwidth)
+        bucket, payload = gradients[0].bucket, collective.payload
+        names = f"{', '.join(bucket.names[:2])}{' ...' if len(bucket.names) > 2 or len(gradients) > 1 else ''}"
+        dense = gradients[0].output_grad is None
+        what = f"sum of bucket {bucket.index}: {names}" if dense else f"all-gather of the factors of {names}"
+        what += f" ({payload.nbytes / 1e6:.1f} MB)"
+        return begin(collective, self._lane, what)
 
     def receive(self, flight: StepSends, bucket: Bucket) -> tuple[Gradient, Any]:
-        """(the sum over all ranks, the codec's memory to commit). Waits for it; called once for each bucket."""
+        """(the sum over all ranks, the codec's next state). Waits for it; called once for each bucket."""
         assert self._flow
         sent, place = self._flow.take(flight, bucket.index)
-        gradient, received = sent.gradients[place], sent.result
-        if gradient.output_grad is not None:
-            out_features = bucket.shapes[0][0]
-            # in rank order, so that every node multiplies in the same order
-            both = joined(received).to(gradient.output_grad.dtype)
-            return Gradient(bucket, output_grad=both[:, :out_features], layer_input=both[:, out_features:]), None
-        assert gradient.flat is not None
-        numel, dtype, pending = bucket.numel, gradient.flat.dtype, sent.pending[place]
-        if len(sent.gradients) > 1:
-            received = torch.split(received, sent.lengths)[place]
-        if self.codec.sums:
-            return Gradient(bucket, flat=self.codec.decode(received, numel, dtype)), pending
-        whole = self.codec.decode(received[0], numel, dtype)
-        for payload in received[1:]:
-            whole += self.codec.decode(payload, numel, dtype)
-        return Gradient(bucket, flat=whole), pending
+        coded = sent.coded[place]
+        if sent.gradients[place].output_grad is None:
+            return Gradient(bucket, flat=coded.total), coded.state
+        out = bucket.shapes[0][0]
+        return Gradient(bucket, output_grad=coded.total[:, :out], layer_input=coded.total[:, out:]), None
 
     def remember(self, sums: Sequence[tuple[Gradient, Any]], vote: Vote) -> None:
-        """Commits the codec's memory of these sums; of none where one is not finite: then no sum will be applied."""
-        dense = [(gradient.bucket, gradient.flat, pending) for gradient, pending in sums if gradient.flat is not None]
-        memory = {bucket.index: self.codec.commit(pending, flat) for bucket, flat, pending in dense}
+        """Commits the codec's state after these sums; of none where one is not finite: then no sum will be applied."""
+        memory = {gradient.bucket.index: state for gradient, state in sums if gradient.flat is not None}
         if all(each is None for each in memory.values()):
             self.memory.update(memory)
         elif vote.weight and all(bool(part.isfinite().all()) for gradient, _ in sums for part in gradient.parts):
-            for bucket, _, _ in dense if self.codec.has_residual else ():
-                before, after = self.memory[bucket.index], memory[bucket.index]
-                memory[bucket.index] = self.codec.keep_unapplied(before, after, self._unused(bucket, vote.used))
+            for i, after in memory.items() if self.codec.has_residual else ():
+                memory[i] = self.codec.keep_unapplied(self.memory[i], after, self._unused(self.buckets[i], vote.used))
             self.memory.update(memory)
 
     def _unused(self, bucket: Bucket, used: bytes) -> list[slice]:
@@ -225,14 +208,14 @@ class Exchange(contract.Exchange):
         return StepOutcome(Decision.COMMIT, [gradient for gradient, _ in received], merged, tally.drift)
 
     def _moved(self, flight: StepSends, costs: list[CommCost]) -> list[CommCost]:
-        """The costs with the bytes that packed messages had; equal on all ranks, which received the same messages."""
-        others, packed = self.link.size - 1, flight.packed_bytes
+        """The costs with the bytes that messages had; equal on all ranks, which received the same messages."""
+        others, actual = self.link.size - 1, flight.actual_bytes
         for group in flight.groups:
             whole = costs[group[0]].in_sequence
-            left = others * packed[group[0]] / whole if whole and group[0] in packed else 1.0
+            left = others * actual[group[0]] / whole if whole and group[0] in actual else 1.0
             for i in group:
                 self.choice.left[i] = left
-        return [self.choice.gathered(packed[i]) if i in packed else cost for i, cost in enumerate(costs)]
+        return [self.choice.gathered(actual[i]) if i in actual else cost for i, cost in enumerate(costs)]
 
     def _alone(self, vote: Vote) -> StepOutcome:
         gradients = [self._flight.waiting[bucket.index] for bucket in self.buckets]
@@ -250,7 +233,7 @@ class Exchange(contract.Exchange):
         total = CommCost(0, 0)
         for bucket, form in zip(buckets, forms, strict=True):
             one = factor_cost(bucket, rows, size, 4, own) if form == FACTORS else dense_cost(bucket, size, own)
-            total = CommCost(total.steps + one.steps, total.bytes + one.bytes, total.flops + one.flops)
+            total += one
         return total
 
     def state(self) -> dict[str, Any]:
@@ -266,6 +249,10 @@ class Exchange(contract.Exchange):
     def rebuild(self, link: transport.Link) -> None:
         self.close()
         self.link = link
+        self.memory = {
+            bucket.index: self.codec.on_view_change(bucket, self.memory[bucket.index], self.seed)
+            for bucket in self.buckets
+        }
         self.choice.restart(link.size, link.cost)
         self._start()
 

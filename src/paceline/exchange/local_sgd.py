@@ -33,7 +33,8 @@ class Exchange(contract.Exchange):
 
     def __init__(self, period: int = 8):
         if not (isinstance(period, int) and period >= 1):
-            raise ValueError(f"exchange 'local_sgd' averages every k >= 1 steps, k whole, got {period!r}")
+            name = type(self).__module__.rpartition(".")[2]
+            raise ValueError(f"exchange {name!r} averages every k >= 1 steps, k whole, got {period!r}")
         self.period = period
 
     def open(self, buckets: Sequence[Bucket], link: transport.Link, *unused: Any, **ignored: Any) -> None:
@@ -79,7 +80,10 @@ class Exchange(contract.Exchange):
         received = self.link.all_gather(report, "the number of samples of each rank", even=True).wait()
         self._reports = [REPORT.unpack(bytes(part.numpy())) for part in received]
         total = sum(samples for samples, *_ in self._reports)
-        share = self.samples / total if total else 1 / self.link.size
+        return self._combined(weights, self.samples / total if total else 1 / self.link.size)
+
+    def _combined(self, weights: Sequence[Tensor], share: float) -> Sequence[Target]:
+        """The weights with which all nodes continue. ``share``: this node's part of all samples."""
         parts = ((weight.detach() * share).reshape(-1) for weight in weights)
         sums = [self.link.sum(part, f"average of weight {i}") for i, part in enumerate(parts)]
         return [Target(i, each.wait()) for i, each in enumerate(sums)]
@@ -93,7 +97,8 @@ class Exchange(contract.Exchange):
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
         each = [dense_cost(bucket, size, link_cost=cost_of(self.link, size)) for bucket in buckets]
-        return CommCost(sum(one.steps for one in each) / self.period, sum(one.bytes for one in each) / self.period)
+        whole = sum(each, CommCost(0, 0))
+        return CommCost(whole.steps / self.period, whole.bytes / self.period)
 
     def state(self) -> dict[str, Any]:
         return {"step": self.step, "samples": self.samples}

@@ -24,7 +24,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from paceline.codec.encoding.in_process import in_process
 from paceline.elastic.quorum import QuorumVerdict
+from paceline.messages import StepContext
 from paceline_bench.simulated.fault_link import SEVERS, Net
 from paceline_bench.simulated.rank import Attempt, Rank
 from paceline_bench.simulated.scenarios import CLOSE, LR, checksum, given, reference, windows
@@ -152,6 +154,7 @@ def _residual(rank: Rank, step: int, attempts: Sequence[Attempt], index: int) ->
     if len(rank.applied) > step and rank.applied[step][0] == attempts[step]:
         return rank.owed[step][index]
     before = rank.owed[step - 1][index] if step else None
-    _, (residual, _) = rank.codec.encode(rank.offered[attempts[step], index], (before, None), step)
-    assert isinstance(residual, Tensor)
+    values, context = rank.offered[attempts[step], index], StepContext(step, 0, 1)
+    (coded,), _ = in_process([rank.codec.run(rank.engine.buckets[index], values, (before, None), context)])
+    residual: Tensor = coded.state[0]
     return residual

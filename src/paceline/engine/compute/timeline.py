@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.codec.lossless import MIN_BYTES, fits, pack
+from paceline.codec.encoding.packing import MIN_BYTES, fits, pack
 from paceline.engine.compute.gradient_hooks import Backward
 from paceline.messages import DENSE, FACTORS, Bucket, Decision, Gradient, StepOutcome, Update, UpdateRule
 

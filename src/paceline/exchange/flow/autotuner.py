@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.codec.lossless import SLOW_S
+from paceline.codec.encoding.packing import SLOW_S
 from paceline.contract import Codec
 from paceline.exchange.flow import cost_model, send_order
-from paceline.exchange.flow.cost_model import CostFunction, Rates, choose, factor_cost, gathered, summed
+from paceline.exchange.flow.cost_model import CostFunction, Rates, choose, gathered, product, rounds_cost, summed
 from paceline.exchange.flow.wire_rates import LARGE_BYTES, SPAN, WireRates
-from paceline.messages import DENSE, FACTORS, Bucket, CommCost, Vote
+from paceline.messages import DENSE, FACTORS, Bucket, CommCost, Round, Vote
 
 FORMS = ("measured", "bytes", DENSE, FACTORS)
 PACKED = ("measured", "always", "never")
@@ -33,7 +33,7 @@ class Autotuner:
     """``requested``: one of `FORMS`. ``rows``: the largest number that a rank is expected to compute per step.
 
     ``by_need``: buckets are sent in the order in which forward reads them, else in that of backward. ``types``, per
-    bucket: (dtype, device) of the gradients; ``factor_dtype``: of communicated factors, where it differs.
+    bucket: (dtype, device) of the gradients. ``codecs``: by the kind of a bucket.
     ``link_cost``: the link's cost function; None: that of a ring.
     """
 
@@ -41,18 +41,16 @@ class Autotuner:
         self,
         buckets: Sequence[Bucket],
         size: int,
-        codec: Codec,
+        codecs: Mapping[str, Codec],
         requested: str,
         rows: int,
         optimizer_takes_factors: bool,
         by_need: bool,
-        factor_dtype: torch.dtype | None = None,
         packing: str = "measured",
         link_cost: CostFunction | None = None,
     ):
-        self.buckets, self.size, self.codec, self.requested = buckets, size, codec, requested
-        self.optimizer_takes_factors, self.by_need = optimizer_takes_factors, by_need
-        self.factor_dtype, self.packing = factor_dtype, packing
+        self.buckets, self.size, self.codecs, self.requested = buckets, size, codecs, requested
+        self.optimizer_takes_factors, self.by_need, self.packing = optimizer_takes_factors, by_need, packing
         self.types = [(torch.float32, torch.device("cpu"))] * len(buckets)
         self.never = {bucket.index for bucket in buckets if not bucket.linear}
         self.most, self.total = [rows] * len(buckets), [rows * size] * len(buckets)  # that the forms are chosen for
@@ -82,19 +80,22 @@ class Autotuner:
 
     def both(self, bucket: Bucket) -> tuple[CommCost, CommCost]:
         """The costs dense, as encoded by the codec, and as factors of the expected number of rows."""
-        whole = self._whole(self._payload(bucket.index))
+        whole = self._whole([bucket.index])
         factors = self._factors(bucket, self.most[bucket.index]) if bucket.linear else whole
         return whole, factors
 
-    def _whole(self, payload: int) -> CommCost:
-        return (summed if self.codec.sums else gathered)(payload, self.size, self.link_cost)
+    def _whole(self, group: Sequence[int]) -> CommCost:
+        """The cost of these buckets in one message: their codecs have the same rounds."""
+        each = zip(*map(self._rounds, group), strict=True)
+        rounds = [Round(one[0].operation, sum(r.max_bytes for r in one), one[0].even) for one in each]
+        return rounds_cost(rounds, self.size, self.link_cost)
+
+    def _rounds(self, index: int) -> Sequence[Round]:
+        return self.codecs[DENSE].rounds(self.buckets[index], self.size, self.types[index][0])
 
     def _factors(self, bucket: Bucket, rows: int) -> CommCost:
-        itemsize = (self.factor_dtype or self.types[bucket.index][0]).itemsize
-        return factor_cost(bucket, rows, self.size, itemsize, self.link_cost)
-
-    def _payload(self, index: int) -> int:
-        return self.codec.payload_bytes(self.buckets[index].numel, self.types[index][0])
+        rounds = self.codecs[FACTORS].rounds(bucket.as_factors(rows), self.size, self.types[bucket.index][0])
+        return rounds_cost(rounds, self.size, self.link_cost) + product(bucket, rows, self.size)
 
     def gathered(self, num_bytes: int) -> CommCost:
         """The cost of an all-gather of ``num_bytes`` of each rank."""
@@ -108,7 +109,7 @@ class Autotuner:
             if self.forms[first.index] == FACTORS:
                 costs[first.index] = self._factors(first, most[first.index])
             else:
-                costs[first.index] = self._whole(sum(map(self._payload, group)))
+                costs[first.index] = self._whole(group)
         return costs
 
     def multiplication(self) -> float:
@@ -148,9 +149,11 @@ class Autotuner:
         seconds = [cost.steps * self.rates.latency + n * self.rates.per_byte for cost, n in pairs]
         ready = [statistics.median(column) for column in zip(*self._ready, strict=True)]
         order = send_order.by_need(ready, seconds) if self.by_need else list(range(len(self.buckets)))
-        payloads = [self._payload(bucket.index) for bucket in self.buckets]
-        joinable = [self.codec.sums and form == DENSE for form in self.forms]
-        kinds = [str(self.types[i]) if can else "" for i, can in enumerate(joinable)]
+        rounds = [self._rounds(bucket.index) for bucket in self.buckets]
+        payloads = [sum(r.max_bytes for r in each) for each in rounds]
+        joinable = [form == DENSE and all(r.even for r in rounds[i]) for i, form in enumerate(self.forms)]
+        likes = [str((self.types[i], [r.operation for r in each])) for i, each in enumerate(rounds)]
+        kinds = [like if can else "" for like, can in zip(likes, joinable, strict=True)]
         message_s = summed(4 * self.size, self.size, self.link_cost).steps * self.rates.latency
         if len(order) * message_s < send_order.NOTICED * sum(seconds):
             message_s = 0.0
@@ -196,7 +199,7 @@ class Autotuner:
     def _uncompressed(self, bucket: Bucket) -> tuple[CommCost, CommCost]:
         """As `both`, but with the bytes before a lossy codec: it must not win against factors, which are exact."""
         whole, factors = self.both(bucket)
-        if self.codec.fidelity == "approximate":
+        if self.codecs[DENSE].fidelity == "approximate":
             whole = summed(bucket.numel * self.types[bucket.index][0].itemsize, self.size, self.link_cost)
         return whole, factors
 
@@ -215,7 +218,7 @@ class Autotuner:
 
     def _note_residuals(self) -> None:
         """A bucket that was sent dense may have an error-feedback residual, which would never be sent with factors."""
-        if self.codec.has_residual and self.size > 1:
+        if self.codecs[DENSE].has_residual and self.size > 1:
             self.owing |= {bucket.index for bucket in self.buckets if self.forms[bucket.index] == DENSE}
 
     def _explain(self) -> None:

@@ -13,6 +13,8 @@ layer changes its form only where that saves much more than the noise of the mea
 
 from __future__ import annotations
 
+import functools
+import operator
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.messages import DENSE, FACTORS, Bucket, CommCost
+from paceline.messages import ALL_GATHER, DENSE, FACTORS, SUM, Bucket, CommCost, Round
 from paceline.transport import Link
 
 SAVES_S = 2e-3  # the least gain per step for which a layer changes its form
@@ -48,7 +50,7 @@ def ring(size: int) -> CostFunction:
     """The cost of gloo's rings."""
 
     def cost(operation: str, num_bytes: int) -> CommCost:
-        if operation == "sum":
+        if operation != ALL_GATHER:
             return CommCost(2 * (size - 1), 2 * (size - 1) / size * num_bytes)
         return CommCost(size - 1, (size - 1) * num_bytes)
 
@@ -67,14 +69,27 @@ def dense_cost(bucket: Bucket, size: int, link_cost: CostFunction | None = None)
 
 def summed(num_bytes: int, size: int, link_cost: CostFunction | None = None) -> CommCost:
     # the measured time per byte includes the additions
-    return replace((link_cost or ring(size))("sum", num_bytes), flops=0.0)
+    return replace((link_cost or ring(size))(SUM, num_bytes), flops=0.0)
 
 
 def gathered(num_bytes: int, size: int, link_cost: CostFunction | None = None) -> CommCost:
     """The cost of an all-gather of ``num_bytes`` of each rank, after one of the numbers of rows."""
     cost = link_cost or ring(size)
-    rows = cost("all-gather", num_bytes)
-    return replace(rows, steps=cost("all-gather", COUNT_BYTES).steps + rows.steps)
+    rows = cost(ALL_GATHER, num_bytes)
+    return replace(rows, steps=cost(ALL_GATHER, COUNT_BYTES).steps + rows.steps)
+
+
+def rounds_cost(rounds: Sequence[Round], size: int, link_cost: CostFunction | None = None) -> CommCost:
+    """The cost of a codec's collectives, one after the other."""
+
+    def cost(each: Round) -> CommCost:
+        if each.operation != ALL_GATHER:
+            return summed(each.max_bytes, size, link_cost)
+        if each.even:
+            return (link_cost or ring(size))(ALL_GATHER, each.max_bytes)
+        return gathered(each.max_bytes, size, link_cost)
+
+    return functools.reduce(operator.add, map(cost, rounds))
 
 
 def factor_cost(
@@ -82,7 +97,12 @@ def factor_cost(
 ) -> CommCost:
     """``rows``: the most that any rank sends. The flops are those of the other ranks' rows."""
     sent = gathered(rows * sum(bucket.shapes[0]) * itemsize, size, link_cost)
-    return CommCost(sent.steps, sent.bytes, 2.0 * rows * (size - 1) * bucket.numel)
+    return sent + product(bucket, rows, size)
+
+
+def product(bucket: Bucket, rows: int, size: int) -> CommCost:
+    """The cost of multiplying the factors of all other ranks, of so many rows each."""
+    return CommCost(0, 0, 2.0 * rows * (size - 1) * bucket.numel)
 
 
 def choose(

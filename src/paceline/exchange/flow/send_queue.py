@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.codec.lossless import Gathered
-from paceline.messages import Gradient
+from paceline.messages import ALL_GATHER, Coded, Collective, Gradient
 from paceline.transport import Handle, Threads
 
 TIMEOUT_S = 2000.0  # longer than the time-out of any link
@@ -15,17 +14,29 @@ TIMEOUT_S = 2000.0  # longer than the time-out of any link
 
 @dataclass
 class InFlight:
-    """Gradients in flight in one message, which was sent at ``begin_s``."""
+    """Gradients in flight in one message. ``run``: of its codec, which gives ``collective``, the next to begin, and at
+    the end ``coded``, each gradient's result. ``handle``: of the last that began, at ``begin_s``."""
 
     gradients: Sequence[Gradient]
-    handle: Handle
-    begin_s: float
-    pending: Sequence[Any] = (None,)  # the codec's memory of each, to be committed
-    lengths: list[int] = field(default_factory=list)  # of each one's payload
-    result: Any = None  # of the handle
+    run: Generator[Collective, Any, list[Coded]]
+    num_rounds: int
+    collective: Collective | None = None
+    handle: Handle | None = None
+    begin_s: float = 0.0
+    uneven: bool = False
+    coded: list[Coded] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.num_left = len(self.gradients)
+        self.num_left, self.index = len(self.gradients), self.gradients[0].bucket.index
+
+    def advance(self, result: Any = None) -> bool:
+        """Gives the codec the result of its last collective. Whether it has ended."""
+        try:
+            self.collective = self.run.send(result)
+        except StopIteration as end:
+            self.coded = end.value
+            return True
+        return False
 
 
 class StepSends:
@@ -36,12 +47,13 @@ class StepSends:
     """
 
     def __init__(self, groups: Sequence[Sequence[int]], step: int = 0, packed: bool = False, fast: bool = False):
-        self.groups, self.step, self.packed, self.high_bandwidth, self.num_sent = groups, step, packed, fast, 0
+        self.groups, self.step, self.packed, self.high_bandwidth = groups, step, packed, fast
+        self.num_sent = self.num_begun = 0
         self.offered: dict[int, float] = {}
         self.waiting: dict[int, Gradient] = {}
         self.arrived: dict[int, InFlight] = {}  # by the first bucket of each group, until all of it has been taken
         self.took_s: dict[int, float] = {}  # by the same, without the time in the queue
-        self.packed_bytes: dict[int, int] = {}  # by the same, of the longest message, where all were packed
+        self.actual_bytes: dict[int, int] = {}  # by the same, of the longest payload, where lengths may differ
         self.leader = {index: group[0] for group in groups for index in group}
 
     def ready(self) -> tuple[float, ...]:
@@ -54,10 +66,20 @@ class StepSends:
 
 
 class SendQueue:
-    """``send(gradients, flight)`` begins one message. Errors in the threads are raised in `wait`."""
+    """``encode(gradients, flight)``: one message. ``begin(collective, gradients, flight)`` begins a collective of it.
+    Errors in the threads are raised in `wait`.
 
-    def __init__(self, send: Callable[[Sequence[Gradient], StepSends], InFlight], threads: Threads):
-        self._send, self._now = send, threads.now
+    A message's second round begins after the first round of the next message, its third after the second of that one:
+    the order is the same on all ranks, and the network does not idle while a codec computes between two rounds.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[Sequence[Gradient], StepSends], InFlight],
+        begin: Callable[[Collective, Sequence[Gradient], StepSends], Handle],
+        threads: Threads,
+    ):
+        self._encode, self._begin, self._now = encode, begin, threads.now
         self._out = threads.Queue()  # (flight, gradients), None at the end
         self._in = threads.Queue()  # (flight, sent), None at the end
         self._changed = threads.Condition()
@@ -109,22 +131,47 @@ class SendQueue:
                 self._changed.notify_all()
 
     def _send_in_order(self) -> None:
+        later: list[tuple[InFlight, int]] = []  # with its number of rounds that have not begun
         while (task := self._out.get()) is not None:
             flight, gradients = task
-            self._in.put((flight, self._send(gradients, flight)))
+            sent = self._encode(gradients, flight)
+            sent.advance()
+            self._start(flight, sent)
+            flight.num_begun += 1
+            later = [*self._started(flight, later), *([(sent, sent.num_rounds - 1)] if sent.num_rounds > 1 else [])]
+            while later and flight.num_begun == len(flight.groups):
+                later = self._started(flight, later)
+
+    def _started(self, flight: StepSends, later: Sequence[tuple[InFlight, int]]) -> list[tuple[InFlight, int]]:
+        """Begins the next round of each; those with more."""
+        for sent, _ in later:
+            self._start(flight, sent)
+        return [(sent, left - 1) for sent, left in later if left > 1]
+
+    def _start(self, flight: StepSends, sent: InFlight) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or sent.collective, TIMEOUT_S)
+            if self._error:
+                raise self._error
+        collective, sent.collective = sent.collective, None
+        assert collective, f"the round before the next of bucket {sent.index} did not end"
+        sent.begin_s, sent.uneven = self._now(), collective.operation == ALL_GATHER and not collective.even
+        sent.handle = self._begin(collective, sent.gradients, flight)
+        self._in.put((flight, sent))
 
     def _receive(self) -> None:
         free_s = 0.0  # when the wire became free, by the last arrival
         while (task := self._in.get()) is not None:
             flight, sent = task
-            sent.result = sent.handle.wait()
-            end_s, leader = self._now(), sent.gradients[0].bucket.index
-            if isinstance(sent.handle, Gathered):
-                end_s = sent.handle.arrived_s
-                flight.packed_bytes[leader] = sent.handle.num_bytes
-            flight.took_s[leader], free_s = end_s - max(sent.begin_s, free_s), end_s
+            result = sent.handle.wait()
+            end_s = self._now()  # decoding is not part of the time on the wire
+            if sent.uneven and sent.num_rounds == 1:
+                flight.actual_bytes[sent.index] = max(part.nbytes for part in result)
+            flight.took_s[sent.index] = flight.took_s.get(sent.index, 0.0) + end_s - max(sent.begin_s, free_s)
+            free_s, ended = end_s, sent.advance(result)
             with self._changed:
-                flight.arrived[leader] = sent
+                if ended:
+                    flight.arrived[sent.index] = sent
                 self._changed.notify_all()
 
     def close(self) -> None:

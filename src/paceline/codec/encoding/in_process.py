@@ -1,0 +1,44 @@
+"""Codecs of several nodes in one process, without a link: for tests of codecs, and simulations."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from paceline.messages import ALL_GATHER, MAX, Collective
+
+Result = TypeVar("Result")
+
+
+def in_process(runs: Sequence[Generator[Collective, Any, Result]]) -> tuple[list[Result], list[list[Collective]]]:
+    """(each node's result, its collectives). ``runs``: of all nodes, in rank order."""
+    replies: list[Any] = [None] * len(runs)
+    results, done = list[Result](), [list[Collective]() for _ in runs]
+    while True:
+        wanted = list[Collective]()
+        for run, reply in zip(runs, replies, strict=True):
+            try:
+                wanted.append(run.send(reply))
+            except StopIteration as end:
+                results.append(end.value)
+        if results:
+            assert not wanted, "the nodes' codecs have unlike numbers of rounds"
+            return results, done
+        assert len({(each.operation, each.even) for each in wanted}) == 1, "the nodes run unlike collectives"
+        for each, own in zip(done, wanted, strict=True):
+            each.append(Collective(own.operation, own.payload.clone(), own.even))
+        payloads = [each[-1].payload for each in done]
+        if wanted[0].operation == ALL_GATHER:
+            replies = [[part.clone() for part in payloads] for _ in runs]
+        else:
+            replies = [_combined(own.payload, payloads, wanted[0].operation == MAX) for own in wanted]
+
+
+def _combined(own: Tensor, payloads: Sequence[Tensor], largest: bool) -> Tensor:
+    """In the memory of ``own``, as a link does it."""
+    own.copy_(payloads[0])
+    for payload in payloads[1:]:
+        own = own.copy_(own.maximum(payload)) if largest else own.add_(payload)
+    return own
