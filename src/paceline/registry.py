@@ -1,8 +1,9 @@
 """Plug-in registry: finds objects by name, as in find("codec", "topk", keep=0.01); lists names; suggests corrections.
 
 A plug-in is one module in a subpackage ("room") with one class named as the room's interface (Engine, Link, Codec,
-Exchange). No plug-in is registered: the folder is the table. Names of defaults are only in this module; a plug-in's
-traits are in its class (`says`).
+Exchange). No plug-in of ours is registered: the folder is the table. A package adds its own by an entry point of the
+group ``paceline.codec`` (or engine, exchange, link) that names such a module. "package.module:Class:options" is a class
+that nobody has named. Names of defaults are only in this module; a plug-in's traits are in its class (`says`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import re
+import sys
 import threading
 from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +38,11 @@ ONE_PROCESS = f"{BASELINE} or {THREADS}:k"
 # bit-equal results on any number of nodes: an engine with so many virtual shards, and an exchange with fixed order
 REPRODUCIBLE, SHARES, FIXED_ORDER = "reproducible", 8, "ordered"
 EXCHANGE, CODEC, LINK, ENCRYPTED, ALONE = "allreduce", "none", "gloo", "tls", "memory"
+SIXTEEN_BITS = "half"  # the codec that sends values of 16 bits as they are
 MODEL, MODEL_OF_SAMPLE = "alexnet", "small"
+EXAMPLES = {"engine": f"{THREADS}:2", "exchange": EXCHANGE, "codec": CODEC}
 
+OWN = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):([A-Z]\w*)(?::(.+))?")  # package.module:Class:options
 _PARSING = threading.Lock()  # ast.parse may fail in two threads at once (Python 3.11)
 
 
@@ -44,8 +51,26 @@ def _texts(room: str) -> dict[str, str]:
     """The source of the room's modules, which are not imported: listing must not import torch."""
     package = importlib.util.find_spec(f"paceline.{PLACES.get(room, room)}")
     folders = package.submodule_search_locations if package else None
-    paths = (path for folder in folders or () for path in Path(folder).glob("*.py"))
-    return {path.stem: path.read_text(encoding="utf-8") for path in paths}
+    paths = {path.stem: path for folder in folders or () for path in Path(folder).glob("*.py")}
+    for name, entry in _entry_points(room).items():
+        with contextlib.suppress(ImportError, ValueError):  # of a package that is broken: another one may be used
+            spec = importlib.util.find_spec(entry.module)
+            if spec and spec.origin:
+                paths.setdefault(name, Path(spec.origin))
+    return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+
+
+@cache
+def _entry_points(room: str) -> dict[str, EntryPoint]:
+    """The plug-ins of installed packages."""
+    return {each.name: each for each in entry_points(group=f"paceline.{room}") if re.fullmatch(r"\w+", each.name)}
+
+
+def _own(room: str, text: str) -> re.Match[str] | None:
+    """Whether ``text`` is "package.module:Class", and not a plug-in's name with an option."""
+    match = OWN.fullmatch(text.strip()) if room in ROOMS else None
+    former = FORMER_NAMES.get(room, {})
+    return match if match and match[1] not in former and match[1] not in names(room) else None
 
 
 @cache
@@ -57,6 +82,8 @@ def names(room: str) -> tuple[str, ...]:
 
 def current(room: str, text: str) -> str:
     """``text`` with a former method name replaced by the present one: "virtual:8+bf16" -> "reproducible:8+bf16"."""
+    if _own(room, text.partition("+")[0]):
+        return text
     name = re.split(r"\W", text, maxsplit=1)[0]
     return FORMER_NAMES.get(room, {}).get(name, name) + text[len(name) :]
 
@@ -70,15 +97,21 @@ def describe(room: str, name: str) -> str:
 
 def head(text: str) -> tuple[str, str]:
     """(name, argument) of a plug-in, or of a configuration: "processes:2+bf16" is ("processes", "2")."""
-    name, _, argument = text.partition("+")[0].partition("/")[0].strip().partition(":")
+    outer = text.partition("+")[0].partition("/")[0].strip()
+    if own := next((match for room in ROOMS if (match := _own(room, outer))), None):
+        return f"{own[1]}:{own[2]}", own[3] or ""
+    name, _, argument = outer.partition(":")
     return name, argument
 
 
 def says(room: str, name: str, trait: str) -> Any:
     """The literal value of the plug-in's class attribute, else of its base class, else of the interface.
 
-    The source is read, not imported, as in `names`. For an unknown name: the interface's value.
+    The source is read, not imported, as in `names`; only "package.module:Class" is imported. For an unknown name: the
+    interface's value.
     """
+    if own := _own(room, name):
+        return getattr(_imported(room, own[1], own[2]), trait)
     name = current(room, name)
     exists = name in names(room)
     values, base = _literal_attributes(_texts(room)[name] if exists else _interfaces(), ROOMS[room])
@@ -126,12 +159,17 @@ def module(room: str, name: str) -> Any:
         close = difflib.get_close_matches(name, names(room), n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"no {room.removesuffix('s')} named {name!r}; known: {', '.join(names(room))}{hint}")
-    return importlib.import_module(f"paceline.{PLACES.get(room, room)}.{name}")
+    path = f"paceline.{PLACES.get(room, room)}.{name}"
+    ours = importlib.util.find_spec(path) is not None
+    return importlib.import_module(path) if ours else importlib.import_module(_entry_points(room)[name].module)
 
 
 def find(room: str, name: str, *args: Any, **options: Any) -> Any:
     """The plug-in's object, created with its options. Raises ValueError for an unknown name or option."""
-    maker = getattr(module(room, name), ROOMS[room])
+    return _made(room, name, getattr(module(room, name), ROOMS[room]), args, options)
+
+
+def _made(room: str, name: str, maker: Any, args: Any, options: dict[str, Any]) -> Any:
     try:
         inspect.signature(maker).bind(*args, **options)
     except TypeError as error:
@@ -141,19 +179,62 @@ def find(room: str, name: str, *args: Any, **options: Any) -> Any:
 
 
 def parse(room: str, text: str) -> Any:
-    """``name:argument,option=value/inner``: "processes:2", "topk:keep=0.01", "feedback/topk:keep=0.01"."""
+    """``name:argument,option=value/inner``: "processes:2", "topk:keep=0.01", "feedback/topk:keep=0.01"; in place of a
+    name "package.module:Class"."""
     outer, _, inner = text.partition("/")
-    if not (match := re.fullmatch(r"(\w+)(?::(.+))?", outer.strip())):
-        raise ValueError(f"{room} {text!r} is not of the form name[:option,...][/inner], as in 'topk:keep=0.01'")
+    own = _own(room, outer)
+    if not (match := re.fullmatch(r"(\w+)(?::(.+))?", outer.strip())) and not own:
+        raise ValueError(
+            f"{room} {text!r} is not of the form name[:option,...][/inner], as in 'topk:keep=0.01', nor "
+            f"package.module:Class[:option,...][/inner]"
+        )
+    given = own[3] if own else match[2] if match else ""
     args: list[Any] = [parse(room, inner)] if inner else []
     options: dict[str, Any] = {}
-    for word in (match[2] or "").split(",") if match[2] else ():
+    for word in given.split(",") if given else ():
         key, equals, value = word.partition("=")
         if equals:
             options[key.strip()] = _value(value)
         else:
             args.append(_value(key))
+    if own:
+        return _made(room, f"{own[1]}:{own[2]}", _imported(room, own[1], own[2]), args, options)
+    assert match
     return find(room, match[1], *args, **options)
+
+
+def _imported(room: str, name: str, kind: str) -> Any:
+    """A class of the room's interface, from the current folder or PYTHONPATH. Raises ValueError."""
+    if (cwd := os.getcwd()) not in sys.path:
+        sys.path.insert(0, cwd)
+    try:
+        made = getattr(importlib.import_module(name), kind)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"cannot get {room} {name}:{kind}: {error}; accepted: package.module:Class, importable in {cwd} or by "
+            f"PYTHONPATH; or one of {', '.join(names(room))}"
+        ) from error
+    if not (isinstance(made, type) and issubclass(made, _interface(room))):
+        raise ValueError(f"{room} {name}:{kind} is no class of {_interface(room).__module__}.{ROOMS[room]}")
+    return made
+
+
+def _interface(room: str) -> type:
+    found: type = getattr(importlib.import_module("paceline.contract"), ROOMS[room])
+    return found
+
+
+def made(room: str, value: Any) -> tuple[str, Any]:
+    """(name, object) of what a script gives as a method: a name with options, "package.module:Class", or an object.
+    Raises ValueError."""
+    if isinstance(value, str):
+        return current(room, value), parse(room, value)
+    if isinstance(value, _interface(room)):
+        return f"{type(value).__module__}:{type(value).__qualname__}", value
+    raise ValueError(
+        f"{room} is a name such as {EXAMPLES[room]!r}, 'package.module:Class', or an object of "
+        f"paceline.contract.{ROOMS[room]}, got {value!r}"
+    )
 
 
 def _value(text: str) -> int | float | str:

@@ -64,9 +64,9 @@ def join(
     seed: int = 0,
     metric: Callable[..., Any] | None = None,
     forward: Callable[..., Any] | None = None,
-    engine: str | None = None,
-    exchange: str = registry.EXCHANGE,
-    codec: str = registry.CODEC,
+    engine: str | Engine | None = None,
+    exchange: str | Exchange = registry.EXCHANGE,
+    codec: str | Codec = registry.CODEC,
     folder: str | os.PathLike[str] | None = None,
     keep: int = 2,
     shares: str | Sequence[float] | None = None,
@@ -93,7 +93,8 @@ def join(
     metric              ``metric(output, target)``, a sum over samples, for `evaluate` and the event log
     forward             ``forward(model, batch)``, where model(*batch[:-1]) or model(**batch) is not the call
     engine              the node's parallelism; else PACELINE_ENGINE, else this job's cached plan, else threads
-    exchange, codec     gradient synchronisation and gradient compression
+    exchange, codec     gradient synchronisation and gradient compression. These three are names with options, such as
+                        "feedback/topk:keep=0.01"; "package.module:Class" of your own; or objects
     folder, keep        the run's folder (event log, checkpoints; else PACELINE_FOLDER), and how many checkpoints stay
 
     shares              of the global batch on several nodes: "measured": by each node's speed, adapted when it
@@ -127,9 +128,9 @@ def join(
 class _Request:
     """The arguments of `join` that determine parallelism, communication and the run's folder."""
 
-    engine: str | None
-    exchange: str
-    codec: str
+    engine: str | Engine | None
+    exchange: str | Exchange
+    codec: str | Codec
     shares: str | Sequence[float] | None
     overlap: str | None
     keep: int
@@ -146,13 +147,14 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Parts:
-    """``row``: the engine and its numerics, as in a plan. ``exchange_name``: with its options."""
+    """``row``: the engine and its numerics, as in a plan. ``exchange_name``, ``codec_name``: with their options."""
 
     row: str
     engine: Engine
     exchange: Exchange
     codec: Codec
     exchange_name: str
+    codec_name: str
 
 
 def _train(request: _Request, job: Job, world: LaunchEnvironment, given: torch.nn.Module) -> Pace:
@@ -179,7 +181,7 @@ def _train(request: _Request, job: Job, world: LaunchEnvironment, given: torch.n
         log.info(wrappers.notice)
         pace.record.write("hint", text=wrappers.notice)
     _joined[:] = [*(pace for pace in _joined if not pace.training.over), pace]
-    _record(pace, parts, request.codec, job.batch_size, bool(members and encrypted))
+    _record(pace, parts, job.batch_size, bool(members and encrypted))
     training.announce_met()
     training.run_folder.measure()
     auto_resume.register(pace, bool(world.join_ticket))
@@ -191,6 +193,8 @@ def _train(request: _Request, job: Job, world: LaunchEnvironment, given: torch.n
 
 def _row(request: _Request, world: LaunchEnvironment, job: Job) -> str:
     """The node's configuration: `join`'s argument, else the environment's, else the default; reproducible if asked."""
+    if isinstance(request.engine, Engine):
+        return registry.made("engine", request.engine)[0]
     row = request.engine or os.environ.get("PACELINE_ENGINE")
     row = row or (registry.REPRODUCIBLE if request.reproducible else _default_row(world, job))
     row = registry.current("engine", row)
@@ -205,19 +209,25 @@ def _row(request: _Request, world: LaunchEnvironment, job: Job) -> str:
 def _parts(request: _Request, row: str, world: LaunchEnvironment, job: Job) -> _Parts:
     """Raises ValueError for incompatible arguments."""
     name, numerics = parse_row(row)
-    engine, exchange = registry.parse("engine", name), registry.current("exchange", request.exchange)
-    if engine.reproduces and exchange == registry.EXCHANGE:
-        exchange = registry.FIXED_ORDER
-    parts = _Parts(row, engine, registry.parse("exchange", exchange), registry.parse("codec", request.codec), exchange)
+    own = isinstance(request.engine, Engine)
+    engine: Any = request.engine if own else registry.parse("engine", name)
+    ordered = engine.reproduces and request.exchange == registry.EXCHANGE
+    exchange, synchronises = registry.made("exchange", registry.FIXED_ORDER if ordered else request.exchange)
+    codec, encodes = registry.made("codec", request.codec)
+    parts = _Parts(row, engine, synchronises, encodes, exchange, codec)
     engine.seed, engine.accumulate = job.seed, job.accumulate
-    engine.numerics = dataclasses.replace(numerics, precision=job.precision) if job.precision else numerics
+    if job.precision or not own:  # an object has its own
+        engine.numerics = dataclasses.replace(numerics, precision=job.precision) if job.precision else numerics
     if job.forward:
         engine.call_model = job.forward
     parts.exchange.overlap = overlaps.choose(request.overlap, job, row, engine, parts.exchange)
-    precision, shares = engine.numerics.precision, engine.num_virtual_shards
-    if against := join_arguments.clashes(
-        world, name, precision, parts.exchange, exchange, request.codec, job.buffers, shares, job.batch_norm
-    ):
+    precision, shares = engine.precision, engine.num_virtual_shards
+    against = join_arguments.clashes(
+        world, name, precision, parts.exchange, exchange, codec, encodes, job.buffers, shares, job.batch_norm
+    )
+    if job.precision and precision != job.precision:
+        against.append(f"engine {name!r} computes in {precision}, and not in {job.precision}; leave precision out")
+    if against:
         raise ValueError(f"join: {'; '.join(against)}")
     return parts
 
@@ -249,7 +259,7 @@ def _linked(
     return connect(kind, world.node, world.num_nodes, world.host, world.port, next(_joins), collective), None
 
 
-def _record(pace: Pace, parts: _Parts, codec: str, batch_size: int, encrypted: bool) -> None:
+def _record(pace: Pace, parts: _Parts, batch_size: int, encrypted: bool) -> None:
     """Logs the run's plan, if any, and the arguments of the join."""
     planned = os.environ.pop("PACELINE_PLAN", "")
     if pace.record.folder and (planned or (pace.record.folder / "plan.toml").exists()):
@@ -262,7 +272,7 @@ def _record(pace: Pace, parts: _Parts, codec: str, batch_size: int, encrypted: b
         "join",
         engine=parts.row,
         exchange=parts.exchange_name,
-        codec=codec,
+        codec=parts.codec_name,
         num_nodes=pace.world.num_nodes,
         batch_size=batch_size,
         shares=pace.shares,

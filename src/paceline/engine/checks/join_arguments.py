@@ -14,7 +14,7 @@ from paceline.engine.checks import wrapped_models
 from paceline.engine.compute import deferred_update
 from paceline.engine.compute.precision import parse_row
 from paceline.environment import LaunchEnvironment
-from paceline.registry import CODEC, EXCHANGE, FIXED_ORDER, PROCESSES, THREADS, head, parse, says
+from paceline.registry import CODEC, EXCHANGE, FIXED_ORDER, PROCESSES, head, made, parse, says
 
 MAX_SHARES = 256
 
@@ -38,12 +38,10 @@ def faults(model: Any, optimizer: Any, arguments: Mapping[str, Any], joined: Ite
 
     for name in ("engine", "exchange", "codec"):
         value = arguments[name] or (os.environ.get("PACELINE_ENGINE") if name == "engine" else None)
-        if value is not None and not isinstance(value, str):
-            found.append(f"{name} is a str, such as {EXAMPLES[name]!r}, got {value!r}")
-        elif value is not None and name == "engine":
+        if isinstance(value, str) and name == "engine":
             note(lambda row: parse("engine", parse_row(row)[0]), value)
         elif value is not None:
-            note(parse, name, value)
+            note(made, name, value)
     note(load_balance.parse_shares, arguments["shares"])
     note(deferred_update.given, arguments["overlap"])
     keep, reproducible, encrypt, folder = (arguments[name] for name in ("keep", "reproducible", "encrypt", "folder"))
@@ -58,9 +56,6 @@ def faults(model: Any, optimizer: Any, arguments: Mapping[str, Any], joined: Ite
     return found
 
 
-EXAMPLES = {"engine": f"{THREADS}:2", "exchange": EXCHANGE, "codec": CODEC}
-
-
 def clashes(
     world: LaunchEnvironment,
     chosen: str,
@@ -68,12 +63,13 @@ def clashes(
     agreeing: contract.Exchange,
     exchange: str,
     codec: str,
+    encoding: contract.Codec,
     buffers: str = "own",
     num_shares: int = 0,
     batch_norm: str = "local",
 ) -> list[str]:
     """The combinations that are not supported. ``chosen``: the engine's name, and ``num_shares`` its virtual shares;
-    ``agreeing``: the exchange named ``exchange``."""
+    ``agreeing``: the exchange named ``exchange``; ``encoding``: the codec named ``codec``."""
     found: list[str] = []
     name, count = head(chosen)
     if world.local_size > 1 and (not says("engine", name, "starts_processes") or count != str(world.local_size)):
@@ -104,9 +100,9 @@ def clashes(
             f"buffers='broadcast' runs after each step, and with exchange {exchange!r} nodes communicate less often; "
             f"use {EXCHANGE}, or buffers='own'"
         )
-    if precision == "fp16" and not says("codec", head(codec)[0], "scaled"):
+    if precision == "fp16" and not encoding.scaled:
         found.append(
-            f"fp16 scales gradients and skips steps, which the residual of codec {codec!r} does not support; use bf16, "
-            f"or codec {CODEC!r}"
+            f"fp16 scales gradients and skips steps, which the state of codec {codec!r} does not support; use bf16, or "
+            f"codec {CODEC!r}"
         )
     return found
