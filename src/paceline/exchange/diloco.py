@@ -1,0 +1,107 @@
+"""DiLoCo: each node trains alone, and every k steps the sum of what they have learnt is one step of an outer optimizer.
+
+    delta      weights at the last outer step - weights now, weighted by the node's samples, through the codec
+    momentum   beta momentum + sum of deltas
+    weights    weights at the last outer step - lr (sum of deltas + beta momentum)
+
+*Use* with many steps between (``diloco:period=500``) on slow links; momentum of the inner optimizer stays local. An
+outer step is taken early before weights are saved, evaluated, or training ends.
+*Cost*: the codec's bytes every ``period`` steps, none between; memory for two more copies of the weights.
+*Invariants*: lr 1 and beta 0 is local SGD, and with period 1 and plain SGD inside it is all-reduce; after an outer step
+all replicas are bit-equal. A lost node is dropped with its steps since the last outer step.
+*Source*: Douillard et al. 2023 (arXiv 2311.08105), algorithm 1, with Nesterov momentum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline import contract, transport
+from paceline.exchange import local_sgd
+from paceline.exchange.flow.cost_model import cost_of, rounds_cost
+from paceline.exchange.flow.together import over_link
+from paceline.messages import Bucket, CommCost, StepContext, Target
+
+
+class Exchange(local_sgd.Exchange):
+    """``lr``, ``beta``: of the outer optimizer, SGD with Nesterov momentum."""
+
+    uses_codec = True
+
+    def __init__(self, period: int = 100, lr: float = 0.7, beta: float = 0.9):
+        super().__init__(period)
+        if not (isinstance(lr, int | float) and lr > 0 and isinstance(beta, int | float) and 0 <= beta < 1):
+            raise ValueError(f"exchange 'diloco' needs lr > 0 and 0 <= beta < 1, got lr={lr!r}, beta={beta!r}")
+        self.lr, self.beta = lr, beta
+
+    def open(
+        self,
+        buckets: Sequence[Bucket],
+        link: transport.Link,
+        codec: contract.Codec,
+        rows: int = 1,
+        seed: int = 0,
+        optimizer_takes_factors: bool = False,
+        weights: Mapping[str, Tensor] = {},
+    ) -> None:
+        super().open(buckets, link)
+        self.codec, self.seed, self.weights = codec, seed, weights
+        self.num_outer_steps = 0
+        self.memory = {bucket.index: codec.init(bucket, seed) for bucket in buckets}
+        self.anchor: dict[str, Tensor] = {}  # the weights at the last outer step
+        self.momentum: dict[int, Tensor] = {}  # by bucket; none before the first outer step
+        self._next: tuple[dict[str, Tensor], dict[int, Tensor], dict[int, Any]] = {}, {}, {}
+
+    def begin(self) -> None:
+        if not self.anchor and self.link.size > 1:
+            self.anchor = {name: weight.detach().clone() for name, weight in self.weights.items()}
+
+    def _combined(self, weights: Sequence[Tensor], share: float) -> Sequence[Target]:
+        present = dict(zip(self.weights, weights, strict=True))
+        anchor, momentum, memory = dict[str, Tensor](), dict[int, Tensor](), dict[int, Any]()
+        context = StepContext(self.num_outer_steps, self.link.rank, self.link.size)
+        for bucket in self.buckets:
+            before = torch.cat([self.anchor[name].reshape(-1) for name in bucket.names])
+            now = torch.cat([present[name].detach().reshape(-1) for name in bucket.names])
+            run = self.codec.run(bucket, (before - now) * share, self.memory[bucket.index], context)
+            coded = over_link(run, self.link, f"outer gradient of {', '.join(bucket.names[:2])}")
+            old = self.momentum.get(bucket.index)
+            new = coded.total if old is None else self.beta * old + coded.total
+            after = before - self.lr * (coded.total + self.beta * new)
+            parts = zip(bucket.names, torch.split(after, list(bucket.numels)), bucket.shapes, strict=True)
+            anchor |= {name: part.view(shape) for name, part, shape in parts}
+            momentum[bucket.index], memory[bucket.index] = new, coded.state
+        self._next = anchor, momentum, memory
+        return [Target(i, anchor[name].reshape(-1)) for i, name in enumerate(self.weights) if name in anchor]
+
+    def averaged(self) -> None:
+        super().averaged()
+        (self.anchor, self.momentum, self.memory), self._next = self._next, ({}, {}, {})
+        self.num_outer_steps += 1
+
+    def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
+        link_cost = cost_of(self.link, size)
+        each = [rounds_cost(self.codec.rounds(bucket, size, torch.float32), size, link_cost) for bucket in buckets]
+        whole = sum(each, CommCost(0, 0))
+        return CommCost(whole.steps / self.period, whole.bytes / self.period)
+
+    def state(self) -> dict[str, Any]:
+        outer = {"momentum": list(self.momentum.items()), "num_outer_steps": self.num_outer_steps}
+        return {**super().state(), "outer": outer, "memory": self.memory}
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        device = next(iter(self.weights.values())).device
+        self.momentum = {index: momentum.to(device) for index, momentum in state["outer"]["momentum"]}
+        self.num_outer_steps, self.memory = state["outer"]["num_outer_steps"], state.get("memory", self.memory)
+        self.anchor = {}  # the restored weights, at the next `begin`
+
+    def rebuild(self, link: transport.Link) -> None:
+        super().rebuild(link)
+        for bucket in self.buckets:
+            state = self.memory[bucket.index]
+            self.memory[bucket.index] = self.codec.on_view_change(bucket, state, self.seed)
