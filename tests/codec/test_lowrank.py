@@ -112,8 +112,20 @@ def test_with_other_nodes_all_begin_anew_alike():
     fresh = codec.init(bucket, 3)
     for each, state in zip(coded, after, strict=True):
         assert torch.equal(state[0], each.state[0]), "the residual is kept"
-        assert all(torch.equal(one, other) for one, other in zip(state[1], fresh[1], strict=True))
-        assert not all(torch.equal(one, other) for one, other in zip(each.state[1], fresh[1], strict=True))
+        (*_, again), (*_, first), (*_, warm) = state[1], fresh[1], each.state[1]
+        assert all(torch.equal(one, other) for one, other in zip(again, first, strict=True))
+        assert not all(torch.equal(one, other) for one, other in zip(warm, first, strict=True))
+
+
+def test_a_state_of_other_options_is_not_used():
+    """Resumed with another rank, a checkpoint's matrices would keep their own."""
+    bucket, values = LAYERS, [noise(LAYERS.numel)]
+    (before,), _ = collected(parse("codec", "lowrank:1"), values, 0, bucket)
+    codec = parse("codec", "lowrank:4")
+    (found,), _ = collected(codec, values, 1, bucket, [before.state])
+    (fresh,), _ = collected(codec, values, 1, bucket, [codec.init(bucket, 5)])
+    assert torch.equal(found.total, fresh.total)
+    assert found.state[1] == 4
 
 
 @pytest.mark.parametrize("bad", ["rank=0", "rank=1.5", "min_rate=-1"])

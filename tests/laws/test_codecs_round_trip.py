@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from collecting import bucket_of, collected, noise
-from paceline.messages import ALL_GATHER
+from paceline.codec.encoding.in_process import in_process
+from paceline.messages import ALL_GATHER, FACTORS, Bucket, StepContext
 from paceline.registry import names, parse
 
 # How a codec is written, where its bare name is not all there is to try.
@@ -169,6 +170,20 @@ def test_all_that_was_sent_is_the_sum(text, dtype, bucket, size):
     if "half" in text and size == 3:
         close = 2.0**-6
     assert float((coded[0].total - sent).abs().max()) <= close * float(sum(each.abs().max() for each in values)) * 3
+
+
+@pytest.mark.parametrize("text", [text for text in CODECS if FACTORS in parse("codec", text).kinds])
+@every_size
+def test_factors_of_all_nodes_lie_one_below_the_other(text, size):
+    """Nodes may have unlike numbers of rows, or none. Whole numbers, which 16 bits hold."""
+    codec, layer = parse("codec", text), Bucket(3, ("weight",), ((5, 4),), linear=True)
+    parts = [torch.arange(9.0 * rows).view(rows, 9) + rows for rows in (3, 0, 2)[:size]]
+    runs = [
+        codec.run(layer.as_factors(len(part)), part, codec.init(layer, 0), StepContext(0, rank, size))
+        for rank, part in enumerate(parts)
+    ]
+    coded, _ = in_process(runs)
+    assert all(torch.equal(each.total, torch.cat(parts)) for each in coded)
 
 
 @pytest.mark.parametrize("kind", HALVES)

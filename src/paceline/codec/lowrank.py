@@ -26,7 +26,7 @@ from paceline.messages import SUM, Bucket, CodecRun, Coded, Collective, Round, S
 
 
 class Codec(contract.Codec):
-    """State: Q of each compressed matrix, the same on all nodes. ``rank``: r, at most."""
+    """State: (seed, rank, min_rate, Q of each compressed matrix), the same on all nodes. ``rank``: r, at most."""
 
     fidelity = "approximate"
     needs_feedback = True
@@ -40,7 +40,8 @@ class Codec(contract.Codec):
 
     def init(self, bucket: Bucket, seed: int) -> Any:
         dice = torch.Generator().manual_seed(seed * 1_000_003 + bucket.index)
-        return [torch.randn(columns, r, generator=dice) for _, _, columns, r in self._matrices(bucket)]
+        warm = [torch.randn(columns, r, generator=dice) for _, _, columns, r in self._matrices(bucket)]
+        return seed, self.rank, self.min_rate, warm
 
     def rounds(self, bucket: Bucket, size: int, dtype: torch.dtype) -> Sequence[Round]:
         matrices = list(self._matrices(bucket))
@@ -49,11 +50,14 @@ class Codec(contract.Codec):
         return [Round(SUM, numel * _type(dtype).itemsize) for numel in numels if numel]
 
     def run(self, bucket: Bucket, values: Tensor, state: Any, context: StepContext) -> CodecRun:
+        seed, *options, warm = state
+        if options != [self.rank, self.min_rate]:  # of a checkpoint with other ones
+            *_, warm = self.init(bucket, seed)
         flat = values.to(_type(values.dtype))
         parts, shapes = torch.split(flat, list(bucket.numels)), {i: shape for i, *shape in self._matrices(bucket)}
         matrices = {i: parts[i].view(rows, columns) for i, (rows, columns, _) in shapes.items()}
         small = [part for i, part in enumerate(parts) if i not in matrices]
-        lefts = [matrix @ q.to(matrix) for matrix, q in zip(matrices.values(), state, strict=True)]
+        lefts = [matrix @ q.to(matrix) for matrix, q in zip(matrices.values(), warm, strict=True)]
         whole, lefts = yield from _summed(small, lefts)
         lefts = [torch.linalg.qr(left).Q for left in lefts]
         rights = [matrix.mH @ left for matrix, left in zip(matrices.values(), lefts, strict=True)]
@@ -62,7 +66,8 @@ class Codec(contract.Codec):
             _, rights = yield from _summed([], rights)
         total = _filled(parts, shapes, lefts, rights, whole)
         warm = [right / right.abs().amax().clamp(min=torch.finfo(right.dtype).tiny) for right in rights]
-        return Coded(total.to(values.dtype), warm, None if sent is None else sent.to(values.dtype))
+        state = seed, self.rank, self.min_rate, warm
+        return Coded(total.to(values.dtype), state, None if sent is None else sent.to(values.dtype))
 
     def on_view_change(self, bucket: Bucket, state: Any, seed: int) -> Any:
         return self.init(bucket, seed)

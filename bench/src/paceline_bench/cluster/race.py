@@ -255,6 +255,12 @@ def light(task: str, got: Result, phase: int, mine: str, most_mb: float) -> Find
     return Finding(task, what, f"{megabytes:.2f}", f"<= {most_mb:g}", megabytes <= most_mb)
 
 
+def lighter(task: str, got: Result, phase: int, mine: str, peer: str, most: float) -> Finding:
+    ratio = got.megabytes(phase, mine) / got.megabytes(phase, peer)
+    what = f"{where(got, phase)}: bytes of {mine} over those of {peer}"
+    return Finding(task, what, f"{ratio:.3f}", f"<= {most:g}", ratio <= most)
+
+
 def where(got: Result, phase: int) -> str:
     race = got.race
     link = f"{race.phases[phase].rate or 'same host'}{race.late}"

@@ -31,10 +31,26 @@ class Transformer(nn.Module):
         return logits.transpose(1, 2)
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int):
+class VisionTransformer(nn.Module):
+    """Patches of 16x16, their places, the mean of what the blocks make of them. *Shapes*: (n, 3, edge, edge)."""
+
+    def __init__(self, edge: int, width: int, depth: int, heads: int):
         super().__init__()
-        self.heads = heads
+        self.patches = nn.Conv2d(3, width, 16, 16)
+        self.places = nn.Parameter(torch.zeros((edge // 16) ** 2, width))
+        self.blocks = nn.Sequential(*(Block(width, heads, causal=False) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.places
+        logits: Tensor = self.head(self.norm(self.blocks(x)).mean(1))
+        return logits
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, causal: bool = True):
+        super().__init__()
+        self.heads, self.causal = heads, causal
         self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query_key_value, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -44,7 +60,7 @@ class Block(nn.Module):
         # (n, t, 3, heads, each) to three of (n, heads, t, each)
         parts = self.query_key_value(self.before(x)).view(n, t, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         x = x + self.out(seen.transpose(1, 2).reshape(n, t, width))
         done: Tensor = x + self.narrow(F.gelu(self.wide(self.after(x))))
         return done
@@ -61,12 +77,17 @@ LANGUAGE: dict[str, Callable[[], nn.Module]] = {
     "transformer": lambda: Transformer(VOCABULARY, CONTEXT, 320, 6, 5),
     "gpt2-size": lambda: Transformer(50257, 1024, 768, 12, 12),
 }
-IMAGES: dict[str, Callable[[], nn.Module]] = {"tiny": tiny, "nothing": lambda: nn.Linear(1, 1)}
-SHAPES = {"tiny": (3, 8, 8), "nothing": (1,)}
+IMAGES: dict[str, Callable[[], nn.Module]] = {
+    "tiny": tiny,
+    "nothing": lambda: nn.Linear(1, 1),
+    "vit": lambda: VisionTransformer(224, 256, 6, 4),  # 5 million parameters
+}
+SHAPES = {"tiny": (3, 8, 8), "nothing": (1,), "vit": (3, 224, 224)}
 
 
 class Work:
-    """``name``: one of ours, tiny, transformer, gpt2-size, or package.module:function; "@128" after it: smaller images.
+    """``name``: one of ours, tiny, vit, transformer, gpt2-size, or package.module:function; "@128" after it: smaller
+    images.
 
     ``row``: an engine and numerics; what torch by hand does as well is taken from it: channels_last, bf16.
     Raises ValueError.
