@@ -143,6 +143,13 @@ def test_however_it_trains(tmp_path, how):
 
 
 @pytest.mark.dear
+@pytest.mark.parametrize("how", ["whole", "thin"])
+def test_a_codec_whose_state_all_nodes_share_begins_anew_with_who_comes_back(tmp_path, how):
+    """It has no warm start, and sums of matrices with unlike ones would be no sums."""
+    check(tmp_path, launch(tmp_path, "1:3:backward", "back", how), exact=how == "whole")
+
+
+@pytest.mark.dear
 def test_who_has_too_little_memory_for_more_rows_takes_them_in_more_parts_until_it_is_back(tmp_path):
     check(tmp_path, launch(tmp_path, "1:3:backward", "back", "memory"))
     times = [json.loads(path.read_text())["times"] for path in sorted(tmp_path.glob("?-?.json"))]

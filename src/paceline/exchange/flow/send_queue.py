@@ -168,7 +168,8 @@ class SendQueue:
             if sent.uneven and sent.num_rounds == 1:
                 flight.actual_bytes[sent.index] = max(part.nbytes for part in result)
             flight.took_s[sent.index] = flight.took_s.get(sent.index, 0.0) + end_s - max(sent.begin_s, free_s)
-            free_s, ended = end_s, sent.advance(result)
+            sent.handle = None  # and what it holds; the next round may begin as soon as the codec has advanced
+            free_s, ended, result = end_s, sent.advance(result), None
             with self._changed:
                 if ended:
                     flight.arrived[sent.index] = sent
