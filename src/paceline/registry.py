@@ -19,7 +19,6 @@ import re
 import sys
 import threading
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -47,37 +46,46 @@ _PARSING = threading.Lock()  # ast.parse may fail in two threads at once (Python
 
 
 @cache
-def _texts(room: str) -> dict[str, str]:
-    """The source of the room's modules, which are not imported: listing must not import torch."""
+def _ours(room: str) -> dict[str, str]:
+    """The source of each plug-in of ours, which is not imported: listing must not import torch."""
     package = importlib.util.find_spec(f"paceline.{PLACES.get(room, room)}")
     folders = package.submodule_search_locations if package else None
-    paths = {path.stem: path for folder in folders or () for path in Path(folder).glob("*.py")}
-    for name, entry in _entry_points(room).items():
-        with contextlib.suppress(ImportError, ValueError):  # of a package that is broken: another one may be used
-            spec = importlib.util.find_spec(entry.module)
-            if spec and spec.origin:
-                paths.setdefault(name, Path(spec.origin))
-    return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+    pattern = re.compile(rf"^(class|def) {ROOMS[room]}\b", re.MULTILINE)
+    paths = (path for folder in folders or () for path in Path(folder).glob("*.py"))
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in paths}
+    return {name: text for name, text in texts.items() if pattern.search(text)}
 
 
 @cache
-def _entry_points(room: str) -> dict[str, EntryPoint]:
-    """The plug-ins of installed packages."""
-    return {each.name: each for each in entry_points(group=f"paceline.{room}") if re.fullmatch(r"\w+", each.name)}
+def _installed(room: str) -> dict[str, tuple[str, str]]:
+    """(module, source) of each plug-in of other packages."""
+    from importlib.metadata import entry_points  # memory and time that most processes do without
+
+    found = {}
+    for each in entry_points(group=f"paceline.{room}") if room not in PLACES else ():
+        with contextlib.suppress(ImportError, ValueError, OSError):  # of a package that is broken
+            spec = importlib.util.find_spec(each.module)
+            if spec and spec.origin and each.name.isidentifier():
+                found[each.name] = each.module, Path(spec.origin).read_text(encoding="utf-8")
+    return found
+
+
+def _source(room: str, name: str) -> str | None:
+    """None for an unknown name."""
+    return _ours(room).get(name) or (_installed(room).get(name, ("", None))[1] if name else None)
 
 
 def _own(room: str, text: str) -> re.Match[str] | None:
     """Whether ``text`` is "package.module:Class", and not a plug-in's name with an option."""
     match = OWN.fullmatch(text.strip()) if room in ROOMS else None
-    former = FORMER_NAMES.get(room, {})
-    return match if match and match[1] not in former and match[1] not in names(room) else None
+    if match is None or match[1] in FORMER_NAMES.get(room, {}) or _source(room, match[1]):
+        return None
+    return match
 
 
-@cache
 def names(room: str) -> tuple[str, ...]:
     """All plug-ins of a room, sorted."""
-    pattern = re.compile(rf"^(class|def) {ROOMS[room]}\b", re.MULTILINE)
-    return tuple(sorted(name for name, text in _texts(room).items() if pattern.search(text)))
+    return tuple(sorted(_ours(room).keys() | _installed(room).keys()))
 
 
 def current(room: str, text: str) -> str:
@@ -91,7 +99,7 @@ def current(room: str, text: str) -> str:
 def describe(room: str, name: str) -> str:
     """The first line of the plug-in's module docstring."""
     with _PARSING:
-        text = ast.parse(_texts(room)[name])
+        text = ast.parse(_source(room, name) or "")
     return (ast.get_docstring(text) or "").partition("\n")[0].rstrip(".")
 
 
@@ -113,9 +121,9 @@ def says(room: str, name: str, trait: str) -> Any:
     if own := _own(room, name):
         return getattr(_imported(room, own[1], own[2]), trait)
     name = current(room, name)
-    exists = name in names(room)
-    values, base = _literal_attributes(_texts(room)[name] if exists else _interfaces(), ROOMS[room])
-    return values[trait] if trait in values or not exists else says(room, base, trait)
+    source = _source(room, name)
+    values, base = _literal_attributes(_interfaces() if source is None else source, ROOMS[room])
+    return values[trait] if trait in values or source is None else says(room, base, trait)
 
 
 @cache
@@ -155,13 +163,12 @@ def _literals(definition: ast.ClassDef) -> dict[str, Any]:
 def module(room: str, name: str) -> Any:
     """The plug-in's module. Raises ValueError with the known names and the most similar one."""
     name = current(room, name)
-    if name not in names(room):
+    if _source(room, name) is None:
         close = difflib.get_close_matches(name, names(room), n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"no {room.removesuffix('s')} named {name!r}; known: {', '.join(names(room))}{hint}")
-    path = f"paceline.{PLACES.get(room, room)}.{name}"
-    ours = importlib.util.find_spec(path) is not None
-    return importlib.import_module(path) if ours else importlib.import_module(_entry_points(room)[name].module)
+    ours = f"paceline.{PLACES.get(room, room)}.{name}"
+    return importlib.import_module(ours if name in _ours(room) else _installed(room)[name][0])
 
 
 def find(room: str, name: str, *args: Any, **options: Any) -> Any:

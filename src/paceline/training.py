@@ -136,10 +136,8 @@ class Training:
         if run.leader and (stale := plan_cache.confirm(run.job)):
             log.info(f"{stale}; the next start measures again")
             run.record.write("hint", text=stale)
-        num_nodes, types = run.world.num_nodes, (run.world.num_nodes, run.engine.weights[0].dtype)
-        sums = any(each.operation == SUM for each in codec.rounds(run.engine.buckets[0], *types))
-        rounds = sums and codec.fidelity == "rounded"
-        if run.leader and num_nodes > 2 and rounds and not run.link.accumulates_fp32:
+        num_nodes, rounds = run.world.num_nodes, codec.fidelity == "rounded" and not run.link.accumulates_fp32
+        if run.leader and num_nodes > 2 and rounds and _sums(codec, run.engine, num_nodes):
             text = f"the all-reduce adds in {codec.wire}: with {num_nodes} nodes each sum is rounded once per node"
             log.info(text)
             run.record.write("hint", text=text)
@@ -344,3 +342,9 @@ def _leave(run: RunState) -> None:
     """Closes the link at exit; after an error it stays open, so that peers detect a failure."""
     if not getattr(sys.excepthook, "failed", False):
         run.link.close()
+
+
+def _sums(codec: contract.Codec, engine: contract.Engine, num_nodes: int) -> bool:
+    """Whether gradients are added while they are sent."""
+    dtypes = {weight.dtype for weight in engine.weights}  # none in an emulation
+    return any(each.operation == SUM for one in dtypes for each in codec.rounds(engine.buckets[0], num_nodes, one))

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from collecting import bucket_of, collected, noise
 from paceline.registry import parse
+from paceline.testing.codecs import bucket_of, collected, noise
 
 LAYERS = bucket_of((64, 27), (64,), (10, 512), (10,), (512, 64))
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from collecting import bucket_of, collected, noise
 from paceline.registry import parse
+from paceline.testing.codecs import bucket_of, collected, noise
 
 COUNT, BLOCK = 1000, 64
 BUCKET = bucket_of((COUNT,))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import ranks
-from collecting import collected
 from launching import launch
 from paceline.checkpoint import codec_state, run_state
 from paceline.checkpoint.checkpoint import read_newest
@@ -18,6 +17,7 @@ from paceline.exchange.flow.control import Control
 from paceline.link.memory import Members
 from paceline.messages import DENSE, FACTORS, Bucket
 from paceline.registry import names, parse
+from paceline.testing.codecs import collected
 from scripts import owed
 
 COUNT = 17

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from collecting import bucket_of, collected
 from paceline.registry import find, names, parse
+from paceline.testing.codecs import bucket_of, collected
 
 OPTIONS = {"topk": ":keep=0.1", "lossless": "/topk:keep=0.1", "lowrank": ":1"}
 INNER = [f"{name}{OPTIONS.get(name, '')}" for name in names("codec") if name != "feedback"]

@@ -21,7 +21,7 @@ import ranks
 from cluster import Cluster
 from machines import needs_cluster, needs_tun
 from nodes import OPTIMIZERS, build, rows
-from paceline.codec import lossless
+from paceline.codec.encoding import packing
 from paceline.engine import sequential
 from paceline.engine.compute.timeline import record
 from paceline.link import memory
@@ -174,14 +174,14 @@ def test_the_schedule_drawn_by_hand():
 @pytest.mark.parametrize(("nodes", "dense_left"), [(2, 0.8), (3, 1.0)])
 def test_on_a_slow_wire_alone_fewer_bytes_are_predicted(nodes, dense_left):
     """Of factors always, of sums between two nodes: among three a gather would be more."""
-    assert (cluster_model.SLOW_S, DENSE, FACTORS) == (lossless.SLOW_S, "dense", "factors")
+    assert (cluster_model.SLOW_S, DENSE, FACTORS) == (packing.SLOW_S, "dense", "factors")
     plain = LayerTiming("dense", 100_000), LayerTiming("thin", 900_000, 600, 5.0)
     parts = (
         replace(plain[0], packed_dense=0.8, packed_factors=0.1),
         replace(plain[1], packed_factors=0.5, packed_dense=0.1),
     )
     forms, vote_bytes = [DENSE, FACTORS], (nodes - 1) * VOTE_BYTES
-    for rate, left in ((2 / lossless.SLOW_S, (1.0, 1.0)), (0.5 / lossless.SLOW_S, (dense_left, 0.5))):
+    for rate, left in ((2 / packing.SLOW_S, (1.0, 1.0)), (0.5 / packing.SLOW_S, (dense_left, 0.5))):
         before, seen = (
             predict([line(*each, rows=5.0)] * nodes, NetworkModel(1e-4, rate), forms) for each in (plain, parts)
         )
@@ -237,7 +237,7 @@ def test_a_line_is_what_its_timeline_says():
     engine.close()
     assert timeline.factored_update > 0
     made = StepModel.of(json.loads(timeline.to_json()), absorbs=True)
-    large = [part for part in made.parts if part.numel * 8 >= lossless.MIN_BYTES]
+    large = [part for part in made.parts if part.numel * 8 >= packing.MIN_BYTES]
     assert large
     assert all(0.2 < part.packed_dense < 1 for part in large)
     assert all(part.packed_dense == 1 for part in made.parts if part not in large)

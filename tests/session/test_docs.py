@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from collecting import collected
 from paceline import registry
 from paceline.engine.compute import precision
 from paceline.planner.plan_file import Plan, Row
 from paceline.planner.teams import Team
+from paceline.testing.codecs import collected
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

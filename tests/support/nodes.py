@@ -215,7 +215,7 @@ class Rank:
             made,
             -(-batch // link.size),
             optimizer_takes_factors=self.engine.optimizer_takes_factors,
-            weights=dict(zip(self.engine.names, self.engine.weights, strict=True)),
+            weights=dict(zip(self.engine.names, self.engine.weights, strict=False)),
         )
         if batch_norm == "sync":
             self.engine.sync_norm(link)

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,8 +39,8 @@ def facts(job: Job, engine: contract.Engine, exchange: contract.Exchange, codec:
         "optimizer": (type(job.optimizer).__name__, groups),
         "scheduler": type(job.scheduler).__name__,
         "loss scaling": engine.precision == "fp16",
-        "exchange": (type(exchange).__module__, sorted(map(str, vars(exchange).items()))),
-        "codec": _described(codec),
+        "exchange": _described(exchange),
+        "codec": (_described(codec), codec.wire),
         "virtual shares": (engine.num_virtual_shards, torch.get_num_threads() if engine.num_virtual_shards else 0),
         "model": [str(shapes), [str(weight.dtype) for weight in engine.weights], len(engine.buffers)],
         "layers to send as factors (none of a compiled model)": [s.names[0] for s in engine.buckets if s.linear],
@@ -152,10 +153,11 @@ def common_precision(link: transport.Link, engine: contract.Engine) -> str:
     return precision if alike and precision != "fp32" else ""
 
 
-def _described(codec: contract.Codec) -> tuple[Any, ...]:
-    """The codec with its parameters, and those of the codecs that it wraps."""
-    values = {name: _described(v) if isinstance(v, contract.Codec) else v for name, v in vars(codec).items()}
-    return type(codec).__module__, codec.wire, sorted((name, str(v)) for name, v in values.items())
+def _described(method: contract.Codec | contract.Exchange) -> tuple[Any, ...]:
+    """The method with its parameters, and those of the codecs that it has. Addresses in memory differ everywhere."""
+    values = {name: _described(v) if isinstance(v, contract.Codec) else v for name, v in vars(method).items()}
+    texts = sorted((name, re.sub(r" at 0x[0-9a-f]+", "", str(v))) for name, v in values.items())
+    return type(method).__module__, type(method).__qualname__, texts
 
 
 def _plain_values(value: Any) -> Any:

@@ -1,0 +1,29 @@
+"""Laws of codecs, exchanges and links, for the tests of a method of one's own.
+
+    import pytest
+    from paceline.testing import laws
+    from mine import Codec
+
+    @pytest.mark.parametrize("law", laws("codec"), ids=str)
+    def test_codec(law):
+        law(Codec)
+
+A law of a codec or an exchange is called with a function that makes one. A law of a link is called by every rank, with
+its link, in threads or processes of the test's own. Each raises AssertionError where it is broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.testing import codecs, exchanges, links
+from paceline.testing.law import Law
+
+LAWS = {"codec": codecs.laws, "exchange": exchanges.laws, "link": links.laws}
+
+
+def laws(kind: str) -> Sequence[Law]:
+    """The laws of a ``kind`` of method; ``str`` of each is its name. Raises ValueError."""
+    if kind not in LAWS:
+        raise ValueError(f"there are laws of {', '.join(LAWS)}, and none of {kind!r}")
+    return LAWS[kind]()
