@@ -102,6 +102,13 @@ def _filled(
     whole: Sequence[Tensor],
 ) -> Tensor:
     """All parts as one flat tensor: products in the place of matrices, and ``whole`` for the others."""
-    products = iter((left @ right.mH).reshape(-1) for left, right in zip(lefts, rights, strict=True))
-    others = iter(whole)
-    return torch.cat([next(products) if i in matrices else next(others) for i in range(len(parts))])
+    numels = [len(part) for part in parts]
+    flat = parts[0].new_empty(sum(numels))
+    factors, others = zip(lefts, rights, strict=True), iter(whole)
+    for i, part in enumerate(torch.split(flat, numels)):
+        if i in matrices:
+            left, right = next(factors)
+            torch.mm(left, right.mH, out=part.view(len(left), len(right)))
+        else:
+            part.copy_(next(others))
+    return flat
