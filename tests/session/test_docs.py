@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import paceline
 from paceline import registry
 from paceline.engine.compute import precision
 from paceline.planner.plan_file import Plan, Row
 from paceline.planner.teams import Team
-from paceline.testing.codecs import collected
+from paceline.testing import laws
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -125,12 +127,36 @@ def test_code_in_the_pages_is_python_and_whole_scripts_run(page, tmp_path):
         assert done.stdout.count("\n") >= len(whole)
 
 
-def test_the_codec_on_the_page_is_one():
-    block = re.findall(r"```python\n(.*?)```", (DOCS / "adding-a-method.md").read_text(), re.DOTALL)[0]
+def on_the_page(name):
+    """What the first block of a page defines."""
+    block = re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)[0]
     names: dict[str, object] = {}
     exec(block, names)
-    codec, flat = names["Codec"](), torch.tensor([3.0, 0.0, -1.0])
-    coded, _ = collected(codec, [flat, 2 * flat])
-    for each, sent in zip(coded, ([4 / 3, 0.0, -4 / 3], [8 / 3, 0.0, -8 / 3]), strict=True):
-        assert each.total.tolist() == pytest.approx([4.0, 0.0, -4.0])
-        assert each.sent.tolist() == pytest.approx(sent)
+    return names
+
+
+@pytest.mark.parametrize("law", laws("codec"), ids=str)
+def test_the_codec_on_the_page_is_one(law):
+    law(on_the_page("adding-a-codec.md")["Codec"])
+
+
+@pytest.mark.parametrize("law", laws("exchange"), ids=str)
+def test_the_exchange_on_the_page_is_one(law):
+    law(on_the_page("adding-an-exchange.md")["Exchange"])
+
+
+def test_the_engine_on_the_page_equals_plain_pytorch():
+    def train(engine):
+        model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)).double()
+        dice = torch.Generator().manual_seed(0)
+        for weight in model.parameters():
+            nn.init.normal_(weight, std=0.3, generator=dice)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with paceline.join(model, optimizer, nn.functional.cross_entropy, batch_size=16, engine=engine) as pace:
+            for _ in range(5):
+                x = torch.randn(16, 8, generator=dice, dtype=torch.float64)
+                pace.step((x, torch.randint(0, 3, (16,), generator=dice)))
+        return model.state_dict()
+
+    plain, found = train("sequential"), train(on_the_page("adding-an-engine.md")["Engine"](2))
+    assert all(torch.equal(plain[name], found[name]) for name in plain)

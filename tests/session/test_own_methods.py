@@ -18,7 +18,7 @@ from paceline.exchange import allreduce
 from paceline.report.record import read
 
 DOCS = Path(__file__).parents[2] / "docs"
-SIGN = re.findall(r"```python\n(.*?)```", (DOCS / "adding-a-method.md").read_text(), re.DOTALL)[0]
+SIGN = re.findall(r"```python\n(.*?)```", (DOCS / "adding-a-codec.md").read_text(), re.DOTALL)[0]
 SCRIPT = """
 import sys, torch, paceline
 torch.manual_seed(0)
