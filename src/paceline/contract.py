@@ -85,7 +85,7 @@ class EngineTraits:
     """Traits of an engine. `registry.says` reads literal values from the source, without an import."""
 
     fidelity = "exact"
-    counts: str = ""  # what the k of NAME:k counts: a "thread", a "copy" of the model, a "share" of a batch
+    counts: str = ""  # what the k of NAME:k counts: a "thread", a "copy" of the model, a "share" of a batch, a "stage"
     starts_processes: bool = False  # each copy is a process of the script, which a launcher starts
     planned: bool = False  # the planner predicts and measures its configurations
     reproduces: bool = False  # the same bits for any number of nodes, over an exchange of a fixed order

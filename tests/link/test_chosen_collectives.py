@@ -10,7 +10,6 @@ import traceback
 import pytest
 import torch
 from test_collectives import ALGORITHMS, placed
-from test_links_add_up import LAWS, LIMIT_S, everyone, pattern, same
 
 import paceline
 import ranks
@@ -20,6 +19,10 @@ from paceline.launch import local
 from paceline.link.net.collective_override import CollectiveOverride, agree_on
 from paceline.link.net.collective_run import Collective
 from paceline.registry import find
+from paceline.testing import laws
+from paceline.testing.links import LIMIT_S, everyone, pattern, same
+
+LAWS = {str(law): law for law in laws("link")}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

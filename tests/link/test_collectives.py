@@ -8,13 +8,13 @@ from collections import Counter
 
 import pytest
 import torch
-from test_links_add_up import LIMIT_S, everyone, pattern, same
 
 import ranks
 from paceline import transport
 from paceline.link.collectives import double_tree
 from paceline.link.net.collective_rounds import Message, packed
 from paceline.link.net.collective_run import Collective, Traffic, names, seconds
+from paceline.testing.links import LIMIT_S, everyone, pattern, same
 
 pytestmark = pytest.mark.long
 

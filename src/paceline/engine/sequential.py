@@ -80,7 +80,7 @@ class Engine(contract.Engine):
         self.numerics.prepare(model, optimizer)
         if not self.numerics.compile:
             matmul.install(model)
-        self.backward = Backward(model, hook_layers=not self.numerics.compile)
+        self.backward = self._hooked(model)
         self.backward.rounded = self.numerics.precision != "fp32"
         self.buckets, self.names = self.backward.buckets, self.backward.names
         self.device = self.weights[0].device
@@ -93,6 +93,9 @@ class Engine(contract.Engine):
         self.moving = Moving(model)
         parameters = self.backward.parameters
         self._deferred = DeferredUpdate(model, optimizer, parameters, lambda update: self._apply(update)[0])
+
+    def _hooked(self, model: nn.Module) -> Backward:
+        return Backward(model, hook_layers=not self.numerics.compile)
 
     @property
     def weights(self) -> Sequence[Tensor]:  # type: ignore[override]

@@ -117,6 +117,7 @@ class Pass:
     last: bool = False  # the last micro-batch: complete buckets are offered now
     places: set[int] = field(default_factory=set)  # addresses of the parameters' memory, once needed
     own_pass: bool = False  # backward is the step's own, and not one inside its forward or loss
+    concurrent: bool = False  # several micro-batches at once: each gradient has its own memory from the first on
 
 
 def _uses(tensor: Tensor) -> int:
@@ -206,7 +207,7 @@ class Backward:
                     scalar.backward()  # type: ignore[no-untyped-call]
                     state.own_pass = False
                     if not state.last:
-                        self._unshare()
+                        self._unshare(*self.parameters)
         finally:
             self._pass = None
             for index in state.hidden:  # of layers that a Ctrl-C has interrupted: torch does not run their hooks
@@ -219,10 +220,11 @@ class Backward:
             loss_graph.refuse_scaled(scalar)
             self._checked, self._late = True, loss_graph.is_reentrant(scalar)
 
-    def _unshare(self) -> None:
+    def _unshare(self, *names: str) -> None:
         """Clones gradients that share memory: the next micro-batch would add to such memory twice."""
-        for parameter in self.parameters.values():
-            if parameter.grad is not None and parameter.grad.layout == torch.strided and _shared(parameter.grad, False):
+        early = self._pass is not None and self._pass.concurrent  # called within a hook
+        for parameter in map(self.parameters.__getitem__, names):
+            if parameter.grad is not None and parameter.grad.layout == torch.strided and _shared(parameter.grad, early):
                 parameter.grad = parameter.grad.clone()
 
     def take(self, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Pass:
@@ -304,6 +306,8 @@ class Backward:
             if self.parameters[name].grad is not None:
                 state.impure_factors.add(bucket.index)
             return
+        if state.concurrent:
+            self._unshare(name)
         if not state.last or self._late:
             return
         ready = state.ready.setdefault(bucket.index, set())

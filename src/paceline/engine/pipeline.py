@@ -1,0 +1,315 @@
+"""Pipeline of k stages in one process: the model is cut, and stages compute different micro-batches at once.
+
+    each thread    a micro-batch: its forward pass, later its backward pass, on the cores of the stage that it is in
+    a cut          before the forward of a named module. There a thread leaves its stage for the next one, and in
+                   backward, when the gradient of that module's input is known, for the one before
+    a stage        lets one thread in at a time, in the order of the schedule (`compute/pipeline_schedule.py`)
+
+So the model's own forward runs unchanged, with whatever crosses the cut, and the process has the model, its gradients
+and the optimizer's state once. Without ``cut`` the first step is computed without a pipeline, and timed: then the cuts
+divide its forward pass evenly.
+
+*Invariants*: bit-equal to sequential with ``accumulate`` as many micro-batches, whatever the schedule and the cut, if
+the update has as many threads; one stage is sequential. Masks of dropout are each micro-batch's own.
+*Cost*: the activations of the micro-batches in flight; idle time of (k - 1) / (micros + k - 1); gradients of
+fully-connected layers are dense.
+*Source*: Huang et al. 2019 (arXiv 1811.06965), section 2.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline import transport
+from paceline.contract import Exchange, Loss
+from paceline.engine import sequential
+from paceline.engine.compute.batch import leaves
+from paceline.engine.compute.gradient_hooks import Backward
+from paceline.engine.compute.gradient_hooks import Pass as State
+from paceline.engine.compute.pipeline_schedule import BACKWARD, FORWARD, SCHEDULES, Pass, Schedule
+from paceline.engine.compute.rng import ThreadRng, seeds
+from paceline.engine.node import affinity, cgroup_limits
+from paceline.messages import Gradient, Vote
+
+TIMEOUT_S = 1800.0  # for the passes before this one
+Compute = Callable[[], Tensor | None]
+
+
+class Engine(sequential.Engine):
+    """``micros``: micro-batches of a batch, 4 per stage by default. ``cut``: the names of the modules with which the
+    stages after the first begin, separated by semicolons."""
+
+    defers_updates, planned = False, False
+    counts = "stage"
+    # else OpenMP's threads spin after the update, on the cores that the stages need then
+    environment: Mapping[str, str] = {"OMP_WAIT_POLICY": "passive"}
+
+    def __init__(self, num_stages: int = 2, micros: int = 0, schedule: str = "1f1b", cut: str = ""):
+        super().__init__()
+        for name, value, least in (("k", num_stages, 1), ("micros", micros, 0)):
+            if not (isinstance(value, int) and value >= least):
+                raise ValueError(f"engine 'pipeline:k' needs a whole number {name} >= {least}, got {value!r}")
+        if schedule not in SCHEDULES:
+            raise ValueError(f"engine 'pipeline': schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")
+        cuts = [name.strip() for name in str(cut).split(";") if name.strip()]
+        if cuts and len(cuts) != num_stages - 1:
+            raise ValueError(f"engine 'pipeline:{num_stages}' has {num_stages - 1} cuts, cut={cut!r} has {len(cuts)}")
+        self.num_stages, self.num_micros = num_stages, micros or 4 * num_stages
+        self.schedule, self.cuts = schedule, cuts
+
+    def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
+        if self.num_stages > 1:
+            self._check_model(model)
+        self.divided = self.divided or self.num_stages > 1
+        super().open(model, optimizer, loss, metric)
+        if self.num_stages > 1:
+            self.num_threads = affinity.share(0, 1, os.sched_getaffinity(0), allowed=cgroup_limits.cores())[1]
+            torch.set_num_threads(self.num_threads)  # of the update
+
+    def _hooked(self, model: nn.Module) -> Backward:
+        if self.num_stages == 1:
+            return super()._hooked(model)
+        cpus, allowed = os.sched_getaffinity(0), cgroup_limits.cores()
+        parts = [affinity.share(i, self.num_stages, cpus, allowed=allowed) for i in range(self.num_stages)]
+        return Pipelined(model, SCHEDULES[self.schedule], parts, self.cuts)
+
+    def _check_model(self, model: nn.Module) -> None:
+        if any(each.device.type != "cpu" for each in model.parameters()):
+            raise ValueError(
+                f"engine 'pipeline:{self.num_stages}' divides the cores of a processor into stages, and the model lies "
+                f"on {next(model.parameters()).device}; use another engine, or a model on the CPU"
+            )
+        if self.numerics.compile:
+            raise ValueError("engine 'pipeline' cuts a model between its modules, and a compiled one has none")
+        names = dict(model.named_modules())
+        if missing := [name for name in self.cuts if name not in names]:
+            raise ValueError(f"engine 'pipeline' is to cut before {missing[0]!r}, which is no module of this model")
+
+    def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
+        if self.num_stages > 1 and self.moving.of_frozen():
+            raise ValueError(
+                "engine 'pipeline' computes several micro-batches at once, and forward of this model changes weights "
+                "that do not train, such as a momentum encoder's; use another engine"
+            )
+        return super().gradient(batch, scale, forms, offer)
+
+    def local_exchange(
+        self, exchange: Exchange, control: transport.Control, alone: bool, activity: transport.Waits
+    ) -> tuple[Exchange, transport.Control]:
+        found = super().local_exchange(exchange, control, alone, activity)
+        self.backward.watch()
+        return found
+
+    def sync_norm(self, link: transport.Link | None) -> None:
+        if self.num_stages > 1:
+            raise ValueError("batch_norm='sync' needs all rows of a batch at once, not engine 'pipeline'")
+        super().sync_norm(link)
+
+    def _split(self, batch: Any, parts: int) -> list[Any]:
+        return super()._split(batch, parts * self.num_micros if self.num_stages > 1 else parts)
+
+
+class Pipelined(Backward):
+    """Runs the micro-batches of a step by a schedule. ``parts``: the cores of each stage, and its threads."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: Callable[[int, int], Schedule],
+        parts: Sequence[tuple[set[int], int]],
+        cuts: Sequence[str],
+    ):
+        # what records factors hides a weight for a moment, from the other stages too: all gradients are dense
+        super().__init__(model, hook_layers=False)
+        self._model, self._schedule, self._parts, self.cuts = model, schedule, parts, list(cuts)
+        self._own = threading.local()  # of a micro-batch's thread: its turns, number and stage
+        self._pool: ThreadPoolExecutor | None = None
+        self.seconds: dict[tuple[int, Pass], float] = {}  # of each pass in the last step
+        self._cut()
+
+    def _cut(self) -> None:
+        modules = dict(self._model.named_modules())
+        for stage, name in enumerate(self.cuts, 1):
+            hook = modules[name].register_forward_pre_hook(self._entered(stage, name), prepend=True, with_kwargs=True)
+            self._hooks.append(hook)
+
+    def run(self, forms: Sequence[str], offer: Callable[[Gradient], None], *computes: Compute) -> State:
+        if len(computes) < 2:
+            return super().run(forms, offer, *computes)
+        if not self.cuts:
+            return self._timed(forms, offer, *computes)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        # buckets are offered at the end: until then each gradient is added to by the next micro-batch
+        state = self._pass = State(forms, offer, own_pass=True, concurrent=True)
+        turns = _Turns(self._schedule(len(self._parts), len(computes)))
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(thread_name_prefix="paceline micro-batch", max_workers=1 << 10)
+        modes = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled()
+        try:
+            futures = [
+                self._pool.submit(self._micro, turns, number, compute, seed, *modes)
+                for number, (compute, seed) in enumerate(zip(computes, seeds(len(computes)), strict=True))
+            ]
+            try:
+                wait(futures)
+            except BaseException:  # an interrupt: no thread computes after the step
+                turns.fail()
+                wait(futures)
+                raise
+            errors = [error for one in futures if (error := one.exception())]
+            for failed in sorted(errors, key=lambda error: isinstance(error, _Given)):
+                raise failed  # a micro-batch's own error before those that it caused in the others
+        finally:
+            self._pass, self.seconds = None, turns.seconds
+            for index in state.hidden:
+                self.parameters[self.buckets[index].names[0]].requires_grad_(True)
+        return self._offer_rest(state)
+
+    def _micro(
+        self, turns: _Turns, number: int, compute: Compute, seed: int, cast: bool, dtype: torch.dtype, grads: bool
+    ) -> None:
+        own, last = self._own, len(self._parts) - 1
+        try:
+            own.turns, own.number, own.stage, own.forward = turns, number, 0, True
+            self._enter_stage(FORWARD)
+            with torch.autocast("cpu", dtype, cast), torch.set_grad_enabled(grads), ThreadRng(seed):
+                scalar = compute()
+                if own.stage != last:
+                    raise ValueError(f"forward did not call {self.cuts[own.stage]!r}, before which the pipeline is cut")
+                turns.leave(last)
+                own.forward = False
+                self._enter_stage(BACKWARD)
+                if scalar is not None and scalar.requires_grad:
+                    self._check(scalar)
+                    scalar.backward()  # type: ignore[no-untyped-call]
+            for stage in range(own.stage, -1, -1):  # those that no gradient has reached
+                if own.stage != stage:
+                    own.stage = stage
+                    self._enter_stage(BACKWARD)
+                turns.leave(stage)
+        except BaseException:
+            turns.fail()
+            raise
+        finally:
+            own.turns = None
+
+    def _enter_stage(self, kind: str) -> None:
+        own = self._own
+        own.turns.enter(own.stage, Pass(kind, own.number))
+        cpus, num_threads = self._parts[own.stage]
+        os.sched_setaffinity(0, cpus)
+        torch.set_num_threads(num_threads)
+
+    def _entered(self, stage: int, name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            own = self._own
+            if getattr(own, "turns", None) is None or not own.forward:  # an evaluation, or recomputed in backward
+                return
+            if own.stage != stage - 1:
+                raise ValueError(f"forward calls {name!r} twice, or before another cut; cut the pipeline elsewhere")
+            for tensor in leaves((args, kwargs)):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._left(stage))  # type: ignore[no-untyped-call]
+            own.turns.leave(stage - 1)
+            own.stage = stage
+            self._enter_stage(FORWARD)
+
+        return hook
+
+    def _left(self, stage: int) -> None:
+        """The gradient of what crosses a cut is known: of all that the stage computes, since autograd runs backward in
+        the reverse order."""
+        own = self._own
+        if own.stage == stage:
+            own.turns.leave(stage)
+            own.stage = stage - 1
+            self._enter_stage(BACKWARD)
+
+    def _timed(self, forms: Sequence[str], offer: Callable[[Gradient], None], *computes: Compute) -> State:
+        """The step without a pipeline. The last micro-batch is timed, module by module."""
+        begins, span = defaultdict[str, list[float]](list), [0.0, 0.0]
+
+        def timed() -> Tensor | None:
+            begins.clear()
+            hooks = [
+                module.register_forward_pre_hook(lambda *_, name=name: begins[name].append(time.perf_counter()))
+                for name, module in self._model.named_modules()
+                if name
+            ]
+            span[0] = time.perf_counter()
+            try:
+                return computes[-1]()
+            finally:
+                span[1] = time.perf_counter()
+                for hook in hooks:
+                    hook.remove()
+
+        state = super().run(forms, offer, *computes[:-1], timed)
+        once = {name: found[0] for name, found in begins.items() if len(found) == 1}
+        for stage in range(1, len(self._parts)):
+            wanted = span[0] + (span[1] - span[0]) * stage / len(self._parts)
+            free = [name for name in once if not self.cuts or once[name] > once[self.cuts[-1]]]
+            if not free:
+                raise ValueError(
+                    f"engine 'pipeline:{len(self._parts)}': forward calls too few modules once to be cut into as many "
+                    f"stages; use fewer"
+                )
+            self.cuts.append(min(free, key=lambda name: abs(once[name] - wanted)))
+        self._cut()
+        return state
+
+    def close(self) -> None:
+        super().close()
+        if self._pool:
+            self._pool.shutdown()
+
+
+class _Given(RuntimeError):
+    """Another micro-batch failed."""
+
+
+class _Turns:
+    """Lets one thread into a stage at a time, in the order of the schedule."""
+
+    def __init__(self, schedule: Schedule):
+        self.schedule, self.next, self.failed = schedule, [0] * len(schedule), False
+        self.condition = threading.Condition()
+        self.seconds: dict[tuple[int, Pass], float] = {}
+        self._begin = [0.0] * len(schedule)
+
+    def enter(self, stage: int, wanted: Pass) -> None:
+        with self.condition:
+            due = self.condition.wait_for(lambda: self.failed or self._due(stage) == wanted, TIMEOUT_S)
+            if self.failed:
+                raise _Given("another micro-batch of the pipeline has failed")
+            if not due:
+                raise RuntimeError(f"pass {wanted} of stage {stage} did not begin within {TIMEOUT_S:.0f} s")
+        self._begin[stage] = time.perf_counter()
+
+    def _due(self, stage: int) -> Pass | None:
+        passes = self.schedule[stage]
+        return passes[self.next[stage]] if self.next[stage] < len(passes) else None
+
+    def leave(self, stage: int) -> None:
+        with self.condition:
+            done = self._due(stage)
+            assert done
+            self.seconds[stage, done] = time.perf_counter() - self._begin[stage]
+            self.next[stage] += 1
+            self.condition.notify_all()
+
+    def fail(self) -> None:
+        with self.condition:
+            self.failed = True
+            self.condition.notify_all()

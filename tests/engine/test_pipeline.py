@@ -1,0 +1,275 @@
+"""A pipeline is sequential with as many micro-batches, bit by bit, whatever its schedule and cut."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import paceline
+import ranks
+from nodes import IN, MODELS, OPTIMIZERS, OUT, Normed, Plain, Rank, build, gap, reference, rows
+from paceline.engine import pipeline, sequential
+from paceline.engine.compute.pipeline_schedule import (
+    BACKWARD,
+    FORWARD,
+    SCHEDULES,
+    Pass,
+    ends,
+    in_flight,
+    step_s,
+    table,
+)
+
+BATCH = 24
+DENSE_ONLY = "allreduce:forms=dense"  # factors have other last bits
+DATA = [rows(BATCH, seed) for seed in range(5)]
+every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
+
+
+def train(engine, model, optimizer="adamw", data=DATA, size=1, accumulate=1, clip=None):
+    def work(link):
+        made = engine()
+        made.accumulate = accumulate
+        rank = Rank(
+            link, model, OPTIMIZERS[optimizer], engine=made, clip=clip, batch=len(data[0][0]), exchange=DENSE_ONLY
+        )
+        torch.set_num_threads(1)  # of the update: with others products have other last bits
+        losses = rank.train(data)
+        made.close()
+        return rank.state(), losses
+
+    return ranks.run(size, work)
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in other)
+
+
+# schedules
+
+
+@every_schedule
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("micros", [1, 2, 3, 8])
+def test_every_pass_is_made_once_after_what_it_needs(schedule, stages, micros):
+    made = SCHEDULES[schedule](stages, micros)
+    whole = sorted(Pass(kind, micro) for kind in (FORWARD, BACKWARD) for micro in range(micros))
+    found = ends(made, lambda stage, one: 1.0 if one.kind == FORWARD else 2.0)
+    for stage, passes in enumerate(made):
+        assert sorted(passes) == whole
+        for kind in (FORWARD, BACKWARD):  # gradients are added in one order
+            assert [one.micro for one in passes if one.kind == kind] == list(range(micros))
+        for micro in range(micros):
+            assert found[stage, Pass(FORWARD, micro)] < found[stage, Pass(BACKWARD, micro)]
+            if stage:
+                assert found[stage - 1, Pass(FORWARD, micro)] < found[stage, Pass(FORWARD, micro)]
+                assert found[stage, Pass(BACKWARD, micro)] < found[stage - 1, Pass(BACKWARD, micro)]
+    # (micros + stages - 1) forward and backward passes in a row
+    assert step_s(made, lambda stage, one: 1.0 if one.kind == FORWARD else 2.0) == 3 * (micros + stages - 1)
+
+
+def test_what_a_stage_holds():
+    assert in_flight(SCHEDULES["gpipe"](3, 8)) == [8, 8, 8]
+    assert in_flight(SCHEDULES["1f1b"](3, 8)) == [3, 2, 1]
+
+
+def test_a_schedule_is_a_table():
+    lines = table(SCHEDULES["gpipe"](2, 2)).splitlines()
+    assert lines[0] == "stage 0  F0 F1 .  .  .  B0 B0 B1 B1"
+    assert lines[1] == "stage 1  .  F0 F1 B0 B0 B1 B1 .  ."
+    assert lines[2] == "9 ticks, 33% idle; micro-batches in flight: 2, 2"
+
+
+def test_a_schedule_that_waits_for_itself_is_an_error():
+    with pytest.raises(ValueError, match="waits for itself"):
+        ends([[Pass(BACKWARD, 0), Pass(FORWARD, 0)]], lambda stage, one: 1.0)
+
+
+# the engine
+
+
+@every_schedule
+@pytest.mark.parametrize("cut", ["", "second", "head"])
+@pytest.mark.parametrize(("optimizer", "size"), [("adamw", 1), ("momentum", 2), ("adamw", 3)])
+def test_equals_sequential_with_micro_batches_bit_by_bit(schedule, cut, optimizer, size):
+    model = build()
+    want = train(sequential.Engine, model, optimizer, size=size, accumulate=4)
+    found = train(lambda: pipeline.Engine(2, 4, schedule, cut), model, optimizer, size=size)
+    for (state, losses), (its, its_losses) in zip(want, found, strict=True):
+        assert losses == its_losses
+        assert same(state, its)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_every_model_equals_plain_pytorch(kind, clip):
+    """Also where a weight is tied across the cut, a layer is called twice, a branch is taken by some rows."""
+    model = build(MODELS[kind])
+    want, losses = reference(model, DATA, OPTIMIZERS["momentum"], clip)
+    ((state, found),) = train(lambda: pipeline.Engine(2, 3), model, "momentum", clip=clip)
+    assert gap(state, want) < 1e-11
+    assert found == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 23])
+def test_batches_of_any_size(count):
+    data = [rows(count, seed) for seed in range(4)]
+    model = build()
+    want, _ = reference(model, data)
+    ((state, _),) = train(lambda: pipeline.Engine(2, 4), model, "momentum", data)
+    assert gap(state, want) < 1e-11
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_more_stages(stages):
+    model = build()
+    want = train(sequential.Engine, model, accumulate=6)[0][0]
+    names = ["first", "second", "head"][: stages - 1] if stages == 4 else ["second", "head"]
+    found = train(lambda: pipeline.Engine(stages, 6, cut=";".join(names)), model)[0][0]
+    assert same(want, found)
+
+
+def test_one_stage_is_sequential():
+    model = build()
+    assert same(train(sequential.Engine, model)[0][0], train(lambda: pipeline.Engine(1, 8), model)[0][0])
+
+
+def test_batch_statistics_are_those_of_micro_batches():
+    model = build(Normed)
+    want = train(sequential.Engine, model, accumulate=4)[0][0]
+    assert same(want, train(lambda: pipeline.Engine(2, 4), model)[0][0])
+
+
+def test_stages_do_compute_at_once_and_in_the_order_of_the_schedule():
+    begun = []
+
+    class Seen(Plain):
+        def forward(self, x):
+            begun.append(len(x))
+            return super().forward(x)
+
+    made = pipeline.Engine(2, 4, "1f1b", "second")
+    rank = ranks.run(1, lambda link: Rank(link, build(Seen), engine=made))[0]
+    rank.train(DATA)
+    assert begun == [6] * 4 * len(DATA)
+    seconds = made.backward.seconds
+    assert set(seconds) == {(s, Pass(kind, m)) for s in range(2) for kind in (FORWARD, BACKWARD) for m in range(4)}
+    made.close()
+
+
+class Skips(nn.Module):
+    """What crosses the cut is not the input of one module alone, and a first ReLU works in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.relu, self.c = (
+            nn.Linear(IN, 40),
+            nn.Linear(IN, 40),
+            nn.ReLU(inplace=True),
+            nn.Linear(40, 3),
+        )
+
+    def forward(self, x):
+        a, b = self.a(x), self.b(x)
+        return self.c(self.relu(a)) + self.c.bias * b.sum(1, keepdim=True) * 0.1
+
+
+@pytest.mark.parametrize("cut", ["b", "relu", "c"])
+def test_connections_that_go_around_the_cut(cut):
+    torch.manual_seed(1)
+    model = Skips().double()
+    data = [(torch.randn(12, IN, dtype=torch.float64), torch.arange(12) % 3) for _ in range(4)]
+    want, _ = reference(model, data, OPTIMIZERS["sgd"])
+    ((state, _),) = train(lambda: pipeline.Engine(2, 3, cut=cut), model, "sgd", data)
+    assert gap(state, want) < 1e-11
+
+
+def test_an_error_of_one_micro_batch_is_the_error_of_the_step_and_the_next_step_is_right():
+    model, fails = build(), [False]
+
+    def loss(output, target):
+        if fails[0] and int(target[0]) == int(DATA[1][1][12]):
+            raise KeyError("of one micro-batch")
+        return F.cross_entropy(output, target)
+
+    made = pipeline.Engine(2, 4, cut="second")
+
+    def work(link):
+        rank = Rank(link, model, OPTIMIZERS["adamw"], engine=made, loss=loss)
+        torch.set_num_threads(1)
+        rank.train(DATA[:1])
+        fails[0] = True
+        with pytest.raises(KeyError, match="of one micro-batch"):
+            rank.train(DATA[1:2])
+        fails[0] = False
+        rank.train(DATA[1:])
+        return rank.state()
+
+    (found,) = ranks.run(1, work)
+    assert same(found, train(lambda: pipeline.Engine(2, 4, cut="second"), model)[0][0])
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"num_stages": 0}, "a whole number k >= 1, got 0"),
+        ({"micros": -1}, "a whole number micros >= 0, got -1"),
+        ({"schedule": "zigzag"}, "schedule is one of gpipe, 1f1b, got 'zigzag'"),
+        ({"cut": "a;b"}, "has 1 cuts, cut='a;b' has 2"),
+    ],
+)
+def test_wrong_options_are_refused(engine, said):
+    with pytest.raises(ValueError, match=said):
+        pipeline.Engine(**engine)
+
+
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        ("nowhere", "is to cut before 'nowhere', which is no module of this model"),
+        ("unused", "forward did not call 'unused', before which the pipeline is cut"),
+        ("twice", "forward calls 'twice' twice, or before another cut; cut the pipeline elsewhere"),
+    ],
+)
+def test_a_cut_that_is_none_is_told(cut, said):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.twice, self.unused, self.head = nn.Linear(IN, IN), nn.Linear(3, 3), nn.Linear(IN, OUT)
+
+        def forward(self, x):
+            return self.head(self.twice(self.twice(x)))
+
+    with pytest.raises(ValueError, match=said):
+        train(lambda: pipeline.Engine(2, 2, cut=cut), Odd().double())
+
+
+def test_batch_norm_over_everyone_is_refused_by_name():
+    model = build(Normed)
+    with pytest.raises(ValueError, match="batch_norm='sync' needs all rows of a batch at once, not engine 'pipeline'"):
+        paceline.join(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            F.cross_entropy,
+            batch_size=8,
+            engine="pipeline:2",
+            batch_norm="sync",
+        )
+
+
+def test_a_script_names_it_and_evaluates_and_saves_as_ever(tmp_path):
+    def run(engine):
+        model = build()
+        words = {"batch_size": BATCH, "engine": engine, "accumulate": 4 if engine == "sequential" else 1}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with paceline.join(model, optimizer, F.cross_entropy, folder=tmp_path / engine[:4], **words) as pace:
+            torch.set_num_threads(1)
+            for x, y in DATA:
+                pace.step((x, y))
+            found = pace.evaluate(list(zip(*DATA[0], strict=True)), lambda output, y: (output.argmax(1) == y).sum())
+            pace.save()
+        return model.state_dict(), found
+
+    (state, found), (its, its_found) = run("sequential"), run("pipeline:2,micros=4,cut=second")
+    assert same(state, its)
+    assert found == its_found
