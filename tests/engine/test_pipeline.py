@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import paceline
 import ranks
-from nodes import IN, MODELS, OPTIMIZERS, OUT, Normed, Plain, Rank, build, gap, reference, rows
+from nodes import HIDDEN, IN, MODELS, OPTIMIZERS, OUT, Normed, Plain, Rank, build, gap, reference, rows
 from paceline.engine import pipeline, sequential
 from paceline.engine.compute.pipeline_schedule import (
     BACKWARD,
@@ -242,6 +242,23 @@ def test_a_cut_that_is_none_is_told(cut, said):
 
     with pytest.raises(ValueError, match=said):
         train(lambda: pipeline.Engine(2, 2, cut=cut), Odd().double())
+
+
+class Wanders(Plain):
+    """The first stage uses the head's weight too, for some micro-batches, and the second stage only for the others."""
+
+    def forward(self, x):
+        h = F.relu(self.first(x))
+        aside = F.linear(torch.cat([x, x], 1)[:, :HIDDEN], self.head.weight) if x[0, 0] > 0 else 0.0
+        h = self.second(h)
+        return aside + (F.linear(h, self.head.weight) if x[0, 0] < 0 else h[:, :OUT]) + self.head.bias
+
+
+def test_a_weight_whose_gradient_two_stages_make_is_refused_by_name():
+    """They would add to one gradient at once, and one of them might be lost."""
+    model = build(Wanders)
+    with pytest.raises(ValueError, match=r"parameter 'head.weight' is used by several stages.*\(at second now\)"):
+        train(lambda: pipeline.Engine(2, 8, cut="second"), model)
 
 
 def test_batch_norm_over_everyone_is_refused_by_name():

@@ -39,7 +39,7 @@ from paceline.engine.compute.gradient_hooks import Pass as State
 from paceline.engine.compute.pipeline_schedule import BACKWARD, FORWARD, SCHEDULES, Pass, Schedule
 from paceline.engine.compute.rng import ThreadRng, seeds
 from paceline.engine.node import affinity, cgroup_limits
-from paceline.messages import Gradient, Vote
+from paceline.messages import Bucket, Gradient, Vote
 
 TIMEOUT_S = 1800.0  # for the passes before this one
 Compute = Callable[[], Tensor | None]
@@ -134,6 +134,7 @@ class Pipelined(Backward):
         self._model, self._schedule, self._parts, self.cuts = model, schedule, parts, list(cuts)
         self._own = threading.local()  # of a micro-batch's thread: its turns, number and stage
         self._pool: ThreadPoolExecutor | None = None
+        self._stages: dict[str, int] = {}  # in which each parameter is used
         self.seconds: dict[tuple[int, Pass], float] = {}  # of each pass in the last step
         self._cut()
 
@@ -235,6 +236,15 @@ class Pipelined(Backward):
             own.turns.leave(stage)
             own.stage = stage - 1
             self._enter_stage(BACKWARD)
+
+    def _ready(self, bucket: Bucket, name: str) -> None:
+        own = self._own
+        if getattr(own, "turns", None) and self._stages.setdefault(name, own.stage) != own.stage:
+            raise ValueError(
+                f"parameter {name!r} is used by several stages of engine 'pipeline', whose gradients would be added at "
+                f"once; cut the model elsewhere (at {', '.join(self.cuts)} now), or use another engine"
+            )
+        super()._ready(bucket, name)
 
     def _timed(self, forms: Sequence[str], offer: Callable[[Gradient], None], *computes: Compute) -> State:
         """The step without a pipeline. The last micro-batch is timed, module by module."""
