@@ -36,7 +36,7 @@ def test_every_collective_can_be_chosen(name):
     def work(link):
         chosen = CollectiveOverride(link, Collective(name))
         for law in (LAWS["sum_adds"], LAWS["many_are_in_flight_on_two_lanes"]):
-            law(chosen.lane(law.__name__))
+            law(chosen.lane(str(law)))
 
     ranks.run(3, work)
 
