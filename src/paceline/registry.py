@@ -210,16 +210,21 @@ def parse(room: str, text: str) -> Any:
     return find(room, match[1], *args, **options)
 
 
-def _imported(room: str, name: str, kind: str) -> Any:
-    """A class of the room's interface, from the current folder or PYTHONPATH. Raises ValueError."""
+def attribute(path: str, name: str) -> Any:
+    """An attribute of a user's module, from the current folder or PYTHONPATH. Raises ImportError, AttributeError."""
     if (cwd := os.getcwd()) not in sys.path:
         sys.path.insert(0, cwd)
+    return getattr(importlib.import_module(path), name)
+
+
+def _imported(room: str, name: str, kind: str) -> Any:
+    """A class of the room's interface, from the current folder or PYTHONPATH. Raises ValueError."""
     try:
-        made = getattr(importlib.import_module(name), kind)
+        made = attribute(name, kind)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"cannot get {room} {name}:{kind}: {error}; accepted: package.module:Class, importable in {cwd} or by "
-            f"PYTHONPATH; or one of {', '.join(names(room))}"
+            f"cannot get {room} {name}:{kind}: {error}; accepted: package.module:Class, importable in {os.getcwd()} or "
+            f"by PYTHONPATH; or one of {', '.join(names(room))}"
         ) from error
     if not (isinstance(made, type) and issubclass(made, _interface(room))):
         raise ValueError(f"{room} {name}:{kind} is no class of {_interface(room).__module__}.{ROOMS[room]}")

@@ -96,6 +96,21 @@ def test_a_state_that_is_restored_continues_as_if_it_had_not_been():
     assert all(torch.equal(plain[name], restored[name]) for name in plain)
 
 
+def test_momentum_of_a_checkpoint_belongs_to_parameters_and_not_to_numbers_of_buckets():
+    def work(link):
+        rank = Rank(link, build(), OPTIMIZERS["sgd"], exchange="diloco:2")
+        rank.train(DATA[:2])
+        kept = copy.deepcopy(rank.exchange.state())
+        names = [names for names, _ in kept["outer"]["momentum"]]
+        kept["outer"]["momentum"][0][0] = ["another.weight"]
+        rank.exchange.load(kept)
+        return names, sorted(rank.exchange.momentum), [list(bucket.names) for bucket in rank.exchange.buckets]
+
+    names, left, buckets = ranks.run(2, work)[0]
+    assert sorted(names) == sorted(buckets)
+    assert left == [index for index, own in enumerate(buckets) if own != names[0]]
+
+
 @pytest.mark.parametrize("bad", ["lr=0", "beta=1", "period=0", "period=1.5"])
 def test_wrong_options_are_refused(bad):
     with pytest.raises(ValueError, match="exchange 'diloco'"):

@@ -39,8 +39,8 @@ class Codec(contract.Codec):
         self.rank, self.min_rate = rank, min_rate
 
     def init(self, bucket: Bucket, seed: int) -> Any:
-        dice = torch.Generator().manual_seed(seed * 1_000_003 + bucket.index)
-        warm = [torch.randn(columns, r, generator=dice) for _, _, columns, r in self._matrices(bucket)]
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + bucket.index)
+        warm = [torch.randn(columns, r, generator=generator) for _, _, columns, r in self._matrices(bucket)]
         return seed, self.rank, self.min_rate, warm
 
     def rounds(self, bucket: Bucket, size: int, dtype: torch.dtype) -> Sequence[Round]:

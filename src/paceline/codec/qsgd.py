@@ -57,8 +57,8 @@ class Codec(contract.Codec):
         step = (scale / levels)[:, None]
         usable = step.isfinite() & (step > 0)
         key = hash((state, bucket.index, context.step, context.rank)) & ((1 << 63) - 1)
-        dice = torch.Generator(flat.device).manual_seed(key)
-        noise = torch.rand(blocks.shape, generator=dice, dtype=flat.dtype, device=flat.device)
+        generator = torch.Generator(flat.device).manual_seed(key)
+        noise = torch.rand(blocks.shape, generator=generator, dtype=flat.dtype, device=flat.device)
         wanted = torch.where(usable, blocks / torch.where(usable, step, 1), 0)
         codes = (wanted + noise).floor_().clamp_(-levels, levels).to(torch.int8)
         sent = _like(codes * step, values) if context.wants_sent else None

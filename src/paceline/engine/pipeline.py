@@ -169,7 +169,7 @@ class Pipelined(Backward):
                 wait(futures)
                 raise
             errors = [error for one in futures if (error := one.exception())]
-            for failed in sorted(errors, key=lambda error: isinstance(error, _Given)):
+            for failed in sorted(errors, key=lambda error: isinstance(error, _Cancelled)):
                 raise failed  # a micro-batch's own error before those that it caused in the others
         finally:
             self._pass, self.seconds = None, turns.seconds
@@ -285,7 +285,7 @@ class Pipelined(Backward):
             self._pool.shutdown()
 
 
-class _Given(RuntimeError):
+class _Cancelled(RuntimeError):
     """Another micro-batch failed."""
 
 
@@ -302,7 +302,7 @@ class _Turns:
         with self.condition:
             due = self.condition.wait_for(lambda: self.failed or self._due(stage) == wanted, TIMEOUT_S)
             if self.failed:
-                raise _Given("another micro-batch of the pipeline has failed")
+                raise _Cancelled("another micro-batch of the pipeline has failed")
             if not due:
                 raise RuntimeError(f"pass {wanted} of stage {stage} did not begin within {TIMEOUT_S:.0f} s")
         self._begin[stage] = time.perf_counter()

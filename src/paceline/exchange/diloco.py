@@ -90,13 +90,16 @@ class Exchange(local_sgd.Exchange):
         return CommCost(whole.steps / self.period, whole.bytes / self.period)
 
     def state(self) -> dict[str, Any]:
-        outer = {"momentum": list(self.momentum.items()), "num_outer_steps": self.num_outer_steps}
+        momentum = [[list(self.buckets[index].names), each] for index, each in self.momentum.items()]
+        outer = {"momentum": momentum, "num_outer_steps": self.num_outer_steps}
         return {**super().state(), "outer": outer, "memory": self.memory}
 
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)
         device = next(iter(self.weights.values())).device
-        self.momentum = {index: momentum.to(device) for index, momentum in state["outer"]["momentum"]}
+        saved = {tuple(names): momentum.to(device) for names, momentum in state["outer"]["momentum"]}
+        # of a checkpoint whose buckets have other parameters, theirs begins anew
+        self.momentum = {each.index: saved[each.names] for each in self.buckets if each.names in saved}
         self.num_outer_steps, self.memory = state["outer"]["num_outer_steps"], state.get("memory", self.memory)
         self.anchor = {}  # the restored weights, at the next `begin`
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.codec.encoding.in_process import in_process
 from paceline.contract import Codec
 from paceline.messages import FACTORS, Bucket, Coded, Collective, StepContext
+from paceline.testing.in_process import in_process
 from paceline.testing.law import Law
 
 Make = Callable[[], Codec]
@@ -183,10 +183,10 @@ def factors_of_all_nodes_lie_one_below_the_other(make: Make, size: int) -> None:
 def states_are_redistributed_to_any_number_of_nodes(make: Make, size: int) -> None:
     codec, bucket = make(), BUCKETS["matrix"]
     states = used(codec, bucket, torch.float32, 3)
-    dealt = [codec.redistribute(states, rank, size) for rank in range(size)]
+    redistributed = [codec.redistribute(states, rank, size) for rank in range(size)]
     if size == len(states):
-        assert equal(dealt, states)
-    coded, _ = collected(codec, gradients(bucket, torch.float32, size, 2), 2, bucket, dealt)
+        assert equal(redistributed, states)
+    coded, _ = collected(codec, gradients(bucket, torch.float32, size, 2), 2, bucket, redistributed)
     assert all(each.total.isfinite().all() for each in coded)
 
 

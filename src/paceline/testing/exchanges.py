@@ -38,9 +38,9 @@ class Whole(GlobalBatch):
     """A global batch as tensors, of which each rank takes its rows."""
 
     def __init__(self, seed: int):
-        dice = torch.Generator().manual_seed(seed)
-        self.x = torch.randn(BATCH, WIDTH, generator=dice, dtype=torch.float64)
-        self.y = torch.randint(0, CLASSES, (BATCH,), generator=dice)
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64)
+        self.y = torch.randint(0, CLASSES, (BATCH,), generator=generator)
         self.weight = float(BATCH)
 
     def share(self, assignment: Share) -> Any:
@@ -52,11 +52,11 @@ BATCHES = [Whole(seed) for seed in range(5)]
 
 
 def model() -> nn.Module:
-    dice = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(7)
     made = nn.Sequential(nn.Linear(WIDTH, 65), nn.ReLU(), nn.Linear(65, CLASSES)).double()
     with torch.no_grad():
         for weight in made.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=dice, dtype=torch.float64) * 0.2)
+            weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64) * 0.2)
     return made
 
 

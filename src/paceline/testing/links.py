@@ -49,9 +49,9 @@ def sum_adds(link: Link) -> None:
 
 def two_add_up_to_torchs_bits(link: Link) -> None:
     """So it changes nothing where a sum of two is made of a gather."""
-    dice = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(7)
     for dtype in FLOATS:
-        both = [torch.randn(1000, generator=dice, dtype=torch.float64).to(dtype) for _ in range(link.size)]
+        both = [torch.randn(1000, generator=generator, dtype=torch.float64).to(dtype) for _ in range(link.size)]
         result = link.sum(both[link.rank].clone()).wait(LIMIT_S)
         if link.size == 2:
             assert torch.equal(result, both[0] + both[1]), dtype

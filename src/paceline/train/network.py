@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,14 +32,12 @@ def network(name: str) -> Network:
         own = registry.module("models", name)
         return Network(name, own.build, own.INPUT, own.LEARNING_RATE, own.MOMENTUM, own.BATCH_SIZE, own.EPOCHS)
     module, _, function = name.partition(":")
-    if (cwd := os.getcwd()) not in sys.path:
-        sys.path.insert(0, cwd)
     try:
-        factory: Any = getattr(importlib.import_module(module), function)
+        factory: Any = registry.attribute(module, function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"cannot get model {name!r}: {error}; accepted: package.module:function with a function of the number of "
-            f"classes, importable in {cwd} or by PYTHONPATH; or one of {', '.join(registry.names('models'))}"
+            f"classes, importable in {os.getcwd()} or by PYTHONPATH; or one of {', '.join(registry.names('models'))}"
         ) from error
     if not callable(factory):
         raise ValueError(f"model {name!r} is a {type(factory).__name__}, not a function of the number of classes")

@@ -24,9 +24,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from paceline.codec.encoding.in_process import in_process
 from paceline.elastic.quorum import QuorumVerdict
 from paceline.messages import StepContext
+from paceline.testing.in_process import in_process
 from paceline_bench.simulated.fault_link import SEVERS, Net
 from paceline_bench.simulated.rank import Attempt, Rank
 from paceline_bench.simulated.scenarios import CLOSE, LR, checksum, given, reference, windows

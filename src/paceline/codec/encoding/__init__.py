@@ -1,1 +1,1 @@
-"""What codecs are made of: packing of payloads, wrapping, and a run in one process."""
+"""What codecs are made of: packing of payloads, and wrapping of another codec."""
