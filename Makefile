@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 RECORD ?= benchmarks/$(shell date +%F)_$(shell nproc)-cores_chaos-simulated
 
-.PHONY: train test test-dear test-all chaos zoo check laws format clean
+.PHONY: train test test-gpu test-dear test-all chaos zoo check laws format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train   set up, then train the embedded sample the fastest way this machine allows"
 	@echo "make test    set up, then run the tests"
+	@echo "make test-gpu the tests of training, with models on a GPU (sequential training, nodes, lost nodes)"
 	@echo "make test-dear the tests that do not fit into its ten minutes"
 	@echo "make test-all both"
 	@echo "make chaos   100,000 simulated trainings under faults, on RECORD=benchmarks/..., half an hour or so"
@@ -26,6 +27,9 @@ train: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not dear"
+
+test-gpu: $(VENV)/.ready
+	PACELINE_TEST_DEVICE=cuda $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not dear"
 
 test-dear: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m dear

@@ -197,7 +197,7 @@ def test_weights_alone_go_round_where_a_node_has_several_processes(tmp_path):
         drift, weight = rank.drift, rank.engine.weights[0]
         rank.run.world = LaunchEnvironment(node=link.rank, num_nodes=2, local_sizes=(1, 2))
         if link.rank:
-            turned = torch.empty_strided(weight.shape, (1, len(weight)), dtype=weight.dtype)
+            turned = weight.new_empty_strided(weight.shape, (1, len(weight)))
             rank.engine.backward.parameters[rank.engine.names[0]].data = turned.copy_(weight + 1)
             assert not turned.is_contiguous()
         drift._begin(0)

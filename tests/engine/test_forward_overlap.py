@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ranks
+from device import DEVICE
 from nodes import MODELS, OPTIMIZERS, Plain, Rank, Whole, build, gap, reference, rows
 from paceline import transport
 from paceline.engine.node.optimizer_shards import splits
@@ -191,7 +192,7 @@ def test_a_layer_waits_for_its_own_weights_alone():
 def test_whoever_uses_the_model_between_steps_finds_the_last_step_in_it():
     model = build()
     want, _ = reference(model, BATCHES[:1])
-    probe = torch.ones(2, 96, dtype=torch.float64)
+    probe = torch.ones(2, 96, dtype=torch.float64, device=DEVICE)
 
     def work(link):
         said = {}
@@ -201,7 +202,7 @@ def test_whoever_uses_the_model_between_steps_finds_the_last_step_in_it():
             if use == "call":
                 rank.model(probe)
             elif use == "part":
-                rank.model.second(torch.ones(2, 128, dtype=torch.float64))
+                rank.model.second(torch.ones(2, 128, dtype=torch.float64, device=DEVICE))
             elif use == "state":
                 rank.model.state_dict()
             elif use == "state of a part":

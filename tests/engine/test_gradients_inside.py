@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ranks
+from device import DEVICE
 from nodes import HIDDEN, IN, OUT, Plain, Rank, build, gap, reference, rows
 from nodes import Whole as Batch
 from paceline.exchange.allreduce import Exchange
@@ -51,7 +52,7 @@ class Sharp(Plain):
     """How steep it is in a weight says how much of its output counts."""
 
     def forward(self, x):
-        out = super().forward(torch.ones(1, IN, dtype=x.dtype))
+        out = super().forward(x.new_ones(1, IN))
         (slope,) = torch.autograd.grad(out.square().sum(), self.first.weight, allow_unused=True)
         return super().forward(x) * (1 + slope.square().mean())
 
@@ -110,7 +111,7 @@ def test_complex_layers_travel_dense():
             return self.head(self.turn(self.layer(x) + 0j).abs())
 
     torch.manual_seed(7)
-    model = Complex()
+    model = Complex().to(DEVICE)
     model.layer.double(), model.head.double()
 
     def work(link):

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 import ranks
+from device import of_cpus
 from nodes import OPTIMIZERS, Plain, Rank, build, gap, reference, rows
 from paceline.link.net.metered import MeteredLink
 
@@ -59,7 +60,9 @@ def plainly(engine="sequential", loss=F.cross_entropy, model=None, **words):
     return paceline.join(model, torch.optim.SGD(model.parameters(), 0.1), loss, batch_size=8, engine=engine, **words)
 
 
-@pytest.mark.parametrize("words", [{"engine": "replicas:2"}, {"accumulate": 2}, {"engine": "reproducible:2"}])
+@pytest.mark.parametrize(
+    "words", [{"engine": "replicas:2"}, {"accumulate": 2}, pytest.param({"engine": "reproducible:2"}, marks=of_cpus)]
+)
 def test_such_segments_in_every_engine(words):
     models = [build(kind) for kind in (Reentrant, Direct)]
     batch = rows(8, 0)

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 import paceline
 import ranks
+from device import DEVICE
 from nodes import IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
 
-W = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+W = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64, device=DEVICE)
 
 
 def _batches(_):
@@ -66,7 +67,7 @@ def test_weights_of_classes_and_ignored_targets(name, make):
             assert losses == pytest.approx(want_losses, rel=1e-12)
 
 
-POSITIVE = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+POSITIVE = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64, device=DEVICE)
 CLASS, REAL, SIGN = (
     torch.arange(24) % OUT,
     torch.randn(24, OUT, generator=torch.Generator().manual_seed(1), dtype=torch.float64),

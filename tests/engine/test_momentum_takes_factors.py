@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ranks
+from device import of_cpus
 from nodes import HIDDEN, IN, MODELS, OUT, Plain, Rank, build, gap, reference, rows
 from paceline.engine.compute.optimizer_step import optimizer_takes_factors
 from paceline.engine.sequential import Engine
@@ -164,6 +165,7 @@ class Wide(nn.Module):
         return self.head(F.relu(self.wide(x)))
 
 
+@of_cpus
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_no_gradient_of_the_weight_exists(clip):
     x, y = torch.randn(8, 1024), torch.zeros(8, dtype=torch.int64)

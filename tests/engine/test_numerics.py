@@ -289,3 +289,20 @@ def test_a_fused_step_walks_in_the_weights_own_layout():
 
     plain, fused = trained("sequential"), trained("sequential+fused")
     assert all(torch.allclose(plain[name], fused[name], atol=1e-6) for name in plain)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_cpu_never_reads_what_has_not_arrived(device):
+    """Story: an input on a GPU, for a model on the CPU, was read during its copy. A GPU's stream waits by itself."""
+    asked = []
+
+    class Input:
+        def to(self, device, non_blocking=False, **others):
+            asked.append(non_blocking)
+
+        def dim(self):
+            return 4
+
+    for numerics in (Numerics(), Numerics(channels_last=True)):
+        numerics.moved(Input(), torch.device(device))
+    assert asked == [device == "cuda"] * 2

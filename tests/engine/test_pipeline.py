@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import paceline
 import ranks
+from device import of_cpus
 from nodes import HIDDEN, IN, MODELS, OPTIMIZERS, OUT, Normed, Plain, Rank, build, gap, reference, rows
 from paceline.engine import pipeline, sequential
 from paceline.engine.compute.pipeline_schedule import (
@@ -20,6 +21,7 @@ from paceline.engine.compute.pipeline_schedule import (
     table,
 )
 
+pytestmark = of_cpus
 BATCH = 24
 DENSE_ONLY = "allreduce:forms=dense"  # factors have other last bits
 DATA = [rows(BATCH, seed) for seed in range(5)]

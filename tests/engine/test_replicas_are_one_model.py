@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ranks
+from device import DEVICE
 from nodes import MODELS, OPTIMIZERS, Conv, Plain, Rank, build, gap, reference, rows
 from paceline.engine.compute.batch import split
 from paceline.engine.compute.rng import DRAWS, ThreadRng
@@ -174,7 +175,7 @@ def test_autocast_of_the_caller_holds_in_every_replica():
             return out.float()
 
     rank = Rank(world(1)[0], build(Looking, torch.float32), engine=Engine(2))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         rank.train([rows(8, 0, torch.float32)])
     assert seen == [torch.bfloat16] * 2
     rank.engine.close()

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import paceline
 import ranks
+from device import DEVICE, of_cpus
 from nodes import HIDDEN, IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
 from paceline.engine.replicas import Engine as Replicas
 from paceline.engine.reproducible import Engine as Virtual
@@ -161,7 +162,9 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=of_cpus) if name.startswith("reproducible") else name for name in ENGINES]
+)
 def test_several_passes_in_one_process_equal_one(kind, engine):
     model = build(KINDS[kind])
     want, _ = reference(model, batches(), OPTIMIZERS["momentum"])
@@ -207,7 +210,7 @@ def test_what_does_not_train_and_stays_is_shared_by_replicas_again():
 
 def codes(data, first):
     """Of a process that has so many of the first samples of each batch."""
-    average = torch.zeros(IN, dtype=torch.float64)
+    average = torch.zeros(IN, dtype=torch.float64, device=DEVICE)
     for x, _ in data:
         average = average * 0.5 + x[:first].mean(0) * 0.5
     return average
@@ -249,7 +252,7 @@ def test_broadcast_takes_what_begins_to_change_later_and_the_first_that_has_samp
     data = [rows(24, seed) for seed in range(5)]
     states = on_nodes(3, build(Late), data, buffers="broadcast", shares=(0, 1, 1))
     assert torch.allclose(states[0][0]["codes"], codes(data, 12), rtol=1e-12)
-    assert not torch.equal(states[0][0]["mask"], torch.ones(HIDDEN, dtype=torch.float64))
+    assert not torch.equal(states[0][0]["mask"], torch.ones(HIDDEN, dtype=torch.float64, device=DEVICE))
     assert all(torch.equal(state[name], states[0][0][name]) for state, _ in states for name in state)
 
 
@@ -282,6 +285,7 @@ def test_own_buffers_are_reported_once():
     )
 
 
+@of_cpus
 def test_own_buffers_of_replicas_and_micro_batches_are_reported_once():
     for engine, accumulate, words in (
         (Replicas(2), 1, "each process or replica"),
@@ -327,6 +331,7 @@ def test_tracked_statistics_of_instances_are_refused_by_name():
     ranks.run(2, work)
 
 
+@of_cpus
 def test_a_codebook_beside_synchronised_batch_norm_is_not_refused():
     data = [rows(24, seed) for seed in range(3)]
     states = on_nodes(2, build(Codebook), data, batch_norm="sync", buffers="broadcast")

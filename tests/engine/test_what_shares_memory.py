@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils.module_tracker import ModuleTracker
 
 import ranks
+from device import DEVICE
 from nodes import HIDDEN, IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
 from paceline.engine.compute.gradient_hooks import ALONE_BYTES, Backward
 from paceline.engine.compute.optimizer_step import Factored, separate
@@ -52,7 +53,7 @@ class Workspace(Positioned):
 
     def forward(self, x):
         if getattr(self, "space", None) is None or len(self.space) != len(x):
-            self.space = torch.empty(len(x), TIMES, IN, dtype=x.dtype)
+            self.space = x.new_empty(len(x), TIMES, IN)
         self.space.copy_(words(x))
         return self.head(F.relu(self.first(self.space)))
 
@@ -180,7 +181,7 @@ def test_a_tracker_of_torchs_own_sends_no_layer_dense():
 def test_copies_of_a_layer_and_tables_without_hooks_still_compute():
     rank = Rank(world(1)[0], build(Positioned), OPTIMIZERS["sgd"], loss=by_word, batch=4)
     rank.train(some(1, 4))
-    x = torch.ones(2, IN, dtype=torch.float64)
+    x = torch.ones(2, IN, dtype=torch.float64, device=DEVICE)
     assert torch.equal(copy.copy(rank.model.first)(x), rank.model.first(x))
     rank.model.first._forward_hooks.clear()
     rank.train(some(1, 4))

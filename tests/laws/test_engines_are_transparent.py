@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from device import on_the_cpu
 from nodes import MODELS, OPTIMIZERS, Wide, build, gap, reference, rows
 from paceline.engine.node.optimizer_shards import ELEMENTWISE
 from paceline.registry import parse
@@ -37,7 +38,7 @@ def launch(engine, num_nodes, folder, *cases):
     command = [sys.executable, "-W", "error", str(HERE / "scripts" / "many.py"), str(folder), *cases]
     done = subprocess.run(
         [sys.executable, "-c", START, engine, str(num_nodes), *command],
-        env={**os.environ, "PYTHONPATH": PATH},
+        env={**os.environ, "PYTHONPATH": PATH, **on_the_cpu(engine)},
         capture_output=True,
         text=True,
         timeout=100,

@@ -8,6 +8,7 @@ from torch import nn
 
 import paceline
 import ranks
+from device import of_cpus
 from nodes import OPTIMIZERS, Normed, Plain, Rank, Whole, build, rows
 from paceline.engine import sequential
 from paceline.step.average import average
@@ -41,7 +42,9 @@ class Watch:
         return result
 
 
-@pytest.mark.parametrize("engine", ["sequential", "threads:2", "replicas:2", "reproducible:4"])
+@pytest.mark.parametrize(
+    "engine", ["sequential", "threads:2", "replicas:2", pytest.param("reproducible:4", marks=of_cpus)]
+)
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_of_every_engine(tmp_path, engine, optimizer):
     torch.manual_seed(0)

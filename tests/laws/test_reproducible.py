@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from test_engines_are_transparent import HERE, PATH, START
 
 import ranks
+from device import of_cpus
 from nodes import OPTIMIZERS, Conv, Plain, Rank, build, gap, reference, rows
 from paceline.data.sampler import Assignment
 from paceline.engine.reproducible import Engine
@@ -20,6 +21,7 @@ from paceline.planner.choose import choose_requested
 from paceline.planner.plan_file import Row
 from paceline.registry import parse
 
+pytestmark = of_cpus
 SHARES = 8
 BATCHES = [rows(24, seed) for seed in range(3)] + [rows(21, 9), rows(5, 10)]
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler
 import launching
 import paceline
 import ranks
+from device import DEVICE, of_cpus
 from nodes import IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
 from paceline.data import images
 from paceline.data.batches import batches
@@ -25,7 +26,7 @@ from paceline.data.sampler import Assignment
 from paceline.elastic.consistency import compare_data, data_facts
 from paceline.engine.compute.batch import samples
 
-WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64, device=DEVICE)
 
 
 def _ignoring(seed):
@@ -224,7 +225,7 @@ def test_replicas_have_the_hooks_of_the_models_parameters():
     def trained(engine):
         torch.manual_seed(2)
         model, data = nn.Linear(IN, OUT), rows(8, 1, torch.float32)
-        mask = (torch.arange(IN) % 2).float()
+        mask = (torch.arange(IN) % 2).float()  # on the CPU, as the model: the rows come from elsewhere, if any do
         model.weight.register_hook(lambda grad: grad * mask)
         model.bias.register_post_accumulate_grad_hook(_still)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -336,6 +337,7 @@ def test_two_joins_at_once_have_a_folder_each(tmp_path, monkeypatch):
         assert after.folder == tmp_path / "run"
 
 
+@of_cpus
 def test_processes_that_read_have_ended_with_the_last_batch():
     """Story: held by a script's last batch, they outlived the loop, and were killed with a traceback at its end."""
     here, model = psutil.Process(), nn.Linear(IN, OUT)

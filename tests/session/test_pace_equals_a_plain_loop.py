@@ -35,7 +35,7 @@ def same(got, want, tolerance):
         assert gap(got["weights"], want["weights"]) < tolerance
     else:
         for name, weight in want["weights"].items():
-            assert torch.equal(got["weights"][name], weight), name
+            assert torch.equal(got["weights"][name].to(weight.device), weight), name
 
 
 @pytest.mark.parametrize(("engine", "threads", "table", "name"), ONE)

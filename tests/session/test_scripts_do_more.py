@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import launching
 import paceline
 import ranks
+from device import DEVICE, of_cpus
 from nodes import IN, OPTIMIZERS, OUT, WIDE, Rank, Sometimes, Whole, build, gap, reference, rows
 from paceline.data.batches import UserBatch
 from paceline.data.sampler import Assignment
@@ -115,7 +116,7 @@ class Fine(nn.Module):
 
     def forward(self, x):
         h = F.relu(self.body(F.relu(self.first(x))))
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE.type, enabled=False):
             return self.head(torch.tanh(self.fine(h.float() * 1.001)))
 
 
@@ -137,7 +138,7 @@ def test_a_layer_that_is_computed_in_32_bits_is_not_sent_in_16():
     optimizer = OPTIMIZERS["sgd"](plain.parameters())
     for x, y in data:
         plain.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             value = F.cross_entropy(plain(x), y)
         value.backward()
         optimizer.step()
@@ -265,7 +266,7 @@ class Turning(nn.Module):
 @pytest.mark.parametrize(("exchange", "codec", "near"), [("allreduce", "half", 0.02), ("ordered", "none", 1e-11)])
 def test_complex_gradients_keep_both_their_parts(exchange, codec, near, size):
     torch.manual_seed(3)
-    model = Turning()
+    model = Turning().to(DEVICE)
 
     def work(link):
         rank = Rank(link, model, OPTIMIZERS["sgd"], exchange, codec)
@@ -379,7 +380,7 @@ def test_a_process_whose_own_rows_are_none_has_no_rows():
         assert gap(state, want) < 1e-12
 
 
-@pytest.mark.parametrize("engine", ["replicas:2", "reproducible:2"])
+@pytest.mark.parametrize("engine", ["replicas:2", pytest.param("reproducible:2", marks=of_cpus)])
 def test_an_empty_batch_is_no_batch_in_any_engine(engine):
     model = build()
     made = parse("engine", engine)

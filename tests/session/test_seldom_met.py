@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import paceline
 import ranks
+from device import DEVICE
 from nodes import IN, Rank, Whole, build, gap, reference, rows
 from paceline.engine import reproducible
 from paceline.engine.compute import batch as batches
@@ -196,7 +197,7 @@ def test_what_is_owed_stays_where_factors_are_not_finite():
 )
 def test_a_comparison_takes_weights_of_classes_along(tmp_path, monkeypatch, hold):
     monkeypatch.setenv("PACELINE_VERIFY", json.dumps({"folder": str(tmp_path), "steps": 1, "dtype": "float64"}))
-    model, loss = build(dtype=torch.float32), hold(torch.tensor([0.2, 1.0, 3.0]))
+    model, loss = build(dtype=torch.float32), hold(torch.tensor([0.2, 1.0, 3.0], device=DEVICE))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     data = torch.utils.data.TensorDataset(*rows(24, 1, torch.float32))
     with paceline.join(model, optimizer, loss, batch_size=24, engine="sequential") as pace:

@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 import paceline
+from device import DEVICE
 
 IN, HIDDEN, OUT, STEPS = 24, 128, 3, 4
 Point = namedtuple("Point", "x y")
@@ -115,7 +117,7 @@ class Case:
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         torch.manual_seed(7)
-        model = self.model().double()
+        model = self.model().to(DEVICE, torch.float64)
         optimizer = self.optimizer(self.groups(model))
         return model, optimizer, self.scheduler(optimizer) if self.scheduler else None
 
@@ -143,6 +145,7 @@ class Case:
         data, losses, rates, norms = Rows(rows * STEPS, self.item), [], [], []
         for step in range(STEPS):
             batch = default_collate([data[i] for i in range(step * rows, (step + 1) * rows)])
+            batch = tree_map(lambda part: part.to(DEVICE), batch)
             optimizer.zero_grad()
             loss = self.value(model, batch)
             loss.backward()

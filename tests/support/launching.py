@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from device import on_the_cpu
 from nodes import build, gap, reference, rows
 
 HERE = Path(__file__).parent
@@ -41,7 +42,7 @@ def launch(
     """Waits for the end, which must be with exit code ``code``; on success, a warning is an error."""
     done = subprocess.run(
         command(script, *arguments, engine=engine, num_nodes=num_nodes, strict=code == 0),
-        env=environment(**more),
+        env=environment(**on_the_cpu(engine), **more),
         capture_output=True,
         text=True,
         timeout=100,

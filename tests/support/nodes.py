@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from device import DEVICE
 from paceline import contract, messages, transport
 from paceline.contract import Exchange, GlobalBatch
 from paceline.data.sampler import Assignment
@@ -150,13 +151,13 @@ ONE_AT_A_TIME = threading.Lock()
 def build(kind: Callable[[], nn.Module] = Plain, dtype: torch.dtype = torch.float64) -> nn.Module:
     with ONE_AT_A_TIME:  # ranks are threads, and draw from one generator
         torch.manual_seed(7)
-        return kind().to(dtype)
+        return kind().to(DEVICE, dtype)
 
 
 def rows(count: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     dice = torch.Generator().manual_seed(seed)
     x = torch.randn(count, IN, generator=dice, dtype=dtype)
-    return x, torch.randint(0, OUT, (count,), generator=dice)
+    return x.to(DEVICE), torch.randint(0, OUT, (count,), generator=dice).to(DEVICE)
 
 
 class Whole(GlobalBatch):
@@ -263,7 +264,9 @@ def reference(
     """Plain PyTorch, one process, the whole batch: (weights, losses)."""
     model = copy.deepcopy(model)
     stepper, losses = optimizer(model.parameters()), []
-    for *inputs, target in batches:
+    device = next(model.parameters()).device
+    for batch in batches:
+        *inputs, target = (part.to(device) for part in batch)
         model.zero_grad()  # also what the optimizer does not hold
         value = loss(model(*inputs), target)
         if isinstance(value, tuple):
@@ -281,4 +284,4 @@ def gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest difference of any parameter, relative to its norm."""
     assert one.keys() == other.keys()
     pairs = [(one[name], other[name]) for name in one if other[name].is_floating_point()]
-    return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs)
+    return max(float((a.to(b.device) - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs)

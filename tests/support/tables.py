@@ -47,7 +47,7 @@ class Buffered(Net):
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         if self.training:
             self.calls += 0.125
-        return super().forward(x) + self.calls * torch.arange(OUT)
+        return super().forward(x) + self.calls * torch.arange(OUT, device=self.calls.device)
 
 
 class Norm(Net):

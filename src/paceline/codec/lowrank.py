@@ -15,6 +15,7 @@ have sent is the gradient.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.messages import SUM, Bucket, CodecRun, Coded, Collective, Round, StepContext
+
+_loading = threading.Lock()  # of the library for GPUs, which torch loads at the first use, and by one thread only
 
 
 class Codec(contract.Codec):
@@ -59,7 +62,8 @@ class Codec(contract.Codec):
         small = [part for i, part in enumerate(parts) if i not in matrices]
         lefts = [matrix @ q.to(matrix) for matrix, q in zip(matrices.values(), warm, strict=True)]
         whole, lefts = yield from _summed(small, lefts)
-        lefts = [torch.linalg.qr(left).Q for left in lefts]
+        with _loading:
+            lefts = [torch.linalg.qr(left).Q for left in lefts]
         rights = [matrix.mH @ left for matrix, left in zip(matrices.values(), lefts, strict=True)]
         sent = _filled(parts, shapes, lefts, rights, small) if context.wants_sent else None
         if rights:

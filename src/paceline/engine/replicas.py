@@ -70,11 +70,12 @@ class Engine(sequential.Engine):
             self.twins[-1].divided = self.divided
             self.twins[-1].open(one, optimizer, loss, metric)
         _, self.num_threads = affinity.share(0, 1, cpus, allowed=allowed)
+        self._devices = [{each.device for each in one.parameters()} for one in (model, *twins)]
         super().open(model, optimizer, loss, metric)
         self._keeps = False
         self.pools = [
-            ThreadPoolExecutor(1, f"paceline replica {i}", _settle, (part, self.num_threads_each))
-            for i, (part, _) in enumerate(parts)
+            ThreadPoolExecutor(1, f"paceline replica {i}", _settle, (part, self.num_threads_each, each))
+            for i, ((part, _), each) in enumerate(zip(parts, self._devices, strict=True))
         ]
 
     def begin_step(self, assignment: Share, step: int) -> None:
@@ -104,7 +105,7 @@ class Engine(sequential.Engine):
                 with (
                     torch.autocast(device, dtype, enabled),
                     torch.inference_mode() if inferring else torch.set_grad_enabled(grads),
-                    ThreadRng(seed),
+                    ThreadRng(seed, self._devices[i]),
                 ):
                     return compute[i](parts[i], scale, forms, lambda gradient: gather.offer(i, gradient))
             except BaseException:
@@ -130,6 +131,12 @@ class Engine(sequential.Engine):
         return vote
 
     def sync_norm(self, link: transport.Link | None) -> None:
+        gpus = [device for one in self._devices for device in one if device.type == "cuda"]
+        if len(gpus) > len(set(gpus)):  # torch runs all backward passes of a GPU in one thread, which would wait
+            raise ValueError(
+                f"engine 'replicas:{self.num_replicas}' has several replicas on one GPU, which cannot wait for each "
+                f"other within a backward pass; use batch_norm='local', or at most {len(set(gpus))} replicas"
+            )
         reducer = InStepReduce(None, link)
         self._thread_reduce.beyond, self._reduce_step = reducer.total, reducer.step
         for i, one in enumerate([self, *self.twins]):
@@ -253,7 +260,10 @@ def twin(model: nn.Module, index: int) -> nn.Module:
     return made
 
 
-def _settle(cpus: set[int], num_threads: int) -> None:
-    """Pins a new thread to its cores, before it starts intra-op threads, which inherit them."""
+def _settle(cpus: set[int], num_threads: int, devices: set[torch.device]) -> None:
+    """Pins a new thread to its cores, before it starts intra-op threads, which inherit them, and to its GPU."""
     os.sched_setaffinity(0, cpus)
     torch.set_num_threads(num_threads)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)

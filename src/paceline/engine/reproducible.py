@@ -7,7 +7,8 @@ bit-equal whichever node computes a share, also after failures, on equal CPUs wi
 *Cost*: that of smaller batches, and log2(shares) more gradients in memory; fully-connected layers are sent dense.
 *Invariants*: 1, 2, 3 and 4 nodes, and fewer after a failure, have bit-equal weights after every step.
 Not supported: BatchNorm's running statistics are those of each node's first share, so node 0's are the same for any
-number of nodes only until node 0 fails; Python's and NumPy's random numbers inside forward.
+number of nodes only until node 0 fails; Python's and NumPy's random numbers inside forward; GPUs (on one the bits
+depended on the number of nodes, also with torch's deterministic algorithms).
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline import transport
-from paceline.contract import Share
+from paceline.contract import Loss, Share
 from paceline.engine import sequential
 from paceline.engine.compute import batch as batches
 from paceline.engine.compute import rng
@@ -69,6 +71,14 @@ class Engine(sequential.Engine):
         self.num_threads = num_threads or len(affinity.physical(os.sched_getaffinity(0)))
         self._span, self._step = (0, num_shares), 0
         self._keeps = False  # each share is a copy
+
+    def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
+        if any(each.device.type == "cuda" for each in model.parameters()):
+            raise ValueError(
+                "engine 'reproducible' promises the same bits for any number of nodes, which kernels of a GPU do not "
+                "give; use a model on the CPU, or another engine"
+            )
+        super().open(model, optimizer, loss, metric)
 
     def begin_step(self, assignment: Share, step: int) -> None:
         super().begin_step(assignment, step)

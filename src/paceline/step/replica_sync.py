@@ -111,7 +111,8 @@ class ReplicaSync(StepObserver):
     def _broadcast(self, part: Part) -> None:
         """Copies rank 0's values of this part to all processes."""
         views = self._views(part)
-        packed = torch.cat([values.contiguous().view(torch.uint8) for _, values in views])
+        device = views[0][1].device  # of a weight; beside weights on a GPU, Adam counts its steps on the CPU
+        packed = torch.cat([values.contiguous().view(torch.uint8).to(device) for _, values in views])
         self.control.broadcast([packed])
         targets, start = [], 0
         for target, before in views:

@@ -33,22 +33,23 @@ for kind in sys.argv[2:]:
     torch.manual_seed(7)
     model = wrapped(kind, cases.Net().double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    like = {"dtype": torch.float64, "device": next(model.parameters()).device}  # DataParallel may take a GPU
     if kind == "armed":  # a first look at the model: the next backward pass would all-reduce
-        model(torch.ones(2 + rank, cases.IN, dtype=torch.float64))
+        model(torch.ones(2 + rank, cases.IN, **like))
     forward = (lambda _, batch, model=model: model(batch[0])) if kind == "called" else None
     words = {"engine": "sequential", "exchange": "allreduce:factors", "shares": (3, 1), "forward": forward}
     with paceline.join(model, optimizer, F.cross_entropy, batch_size=16, **words) as pace:
         for batch in pace.batches(cases.Rows(16 * cases.STEPS, lambda x, y: (x, y)), shuffle=False):
             pace.step(batch)
             with torch.no_grad():
-                model(torch.zeros(1 + rank, cases.IN, dtype=torch.float64))
+                model(torch.zeros(1 + rank, cases.IN, **like))
         assert "factors" in pace.exchange.forms()
         pace.save(folder / kind)
         pace.export(folder / f"{kind}.safetensors")
     if isinstance(model, DistributedDataParallel):  # it is the user's own again
         model.zero_grad()
-        model(torch.full((1, cases.IN), float(rank), dtype=torch.float64)).sum().backward()
-        both = [torch.zeros(1, dtype=torch.float64) for _ in range(size)]
+        model(torch.full((1, cases.IN), float(rank), **like)).sum().backward()
+        both = [torch.zeros(1, **like) for _ in range(size)]
         dist.all_gather(both, next(iter(model.parameters())).grad.sum().reshape(1))
         assert both[0] == both[1] != 0
 dist.destroy_process_group()

@@ -58,9 +58,10 @@ class Numerics:
 
     def moved(self, tensor: Tensor, device: torch.device) -> Tensor:
         """An input on the model's device, in the requested layout, which each layer passes on to the next."""
+        early = device.type == "cuda"  # whose stream waits for the copy; the CPU would read what has not arrived
         if self.channels_last and tensor.dim() == 4:
-            return tensor.to(device, memory_format=torch.channels_last, non_blocking=True)
-        return tensor.to(device, non_blocking=True)
+            return tensor.to(device, memory_format=torch.channels_last, non_blocking=early)
+        return tensor.to(device, non_blocking=early)
 
 
 def parse_row(row: str) -> tuple[str, Numerics]:

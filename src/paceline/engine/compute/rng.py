@@ -5,7 +5,7 @@ every function that draws uses this thread's own state, one thread at a time, so
 
 Not supported: dropout masks equal to those of one process (they never are when a batch is computed in parts),
 Python's and NumPy's generators inside forward, and activation checkpointing with dropout, which sets the default
-generator itself. A replica on its own GPU draws from that GPU's generator, and needs no `ThreadRng`.
+generator itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ctypes
 import random
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -99,11 +99,13 @@ _drawing = threading.Lock()
 
 
 class ThreadRng(TorchFunctionMode):
-    """While entered, this thread's draws come from ``seed``."""
+    """While entered, this thread's draws come from ``seed``: on the CPU, and on GPUs among ``devices``."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, devices: Iterable[torch.device] = ()):
         super().__init__()
-        self._state: Tensor = torch.Generator().manual_seed(seed).get_state()
+        gpus = sorted({device.index for device in devices if device.type == "cuda"})
+        self._shared = [torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)]
+        self._states = [torch.Generator(each.device).manual_seed(seed).get_state() for each in self._shared]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -111,13 +113,17 @@ class ThreadRng(TorchFunctionMode):
         if getattr(func, "__name__", "") not in DRAWS:
             return func(*args, **(kwargs or {}))
         with _drawing:
-            before = torch.get_rng_state()
-            torch.set_rng_state(self._state)
+            before = [generator.get_state() for generator in self._shared]
+            self._set(self._states)
             try:
                 return func(*args, **(kwargs or {}))
             finally:
-                self._state = torch.get_rng_state()
-                torch.set_rng_state(before)
+                self._states = [generator.get_state() for generator in self._shared]
+                self._set(before)
+
+    def _set(self, states: Iterable[Tensor]) -> None:
+        for generator, state in zip(self._shared, states, strict=True):
+            generator.set_state(state)
 
 
 def seeds(count: int) -> list[int]:

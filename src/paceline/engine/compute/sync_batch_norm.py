@@ -282,8 +282,9 @@ class _Normalise(torch.autograd.Function):
         # sum of dy, and of dy (x - mean) / deviation: those of this process's rows are its parameters' gradients
         dot = plain = torch.zeros_like(mean)
         if x.numel():  # PyTorch's kernel divides by this count
+            none = mean.new_empty(0)  # what its forward saves in evaluation mode; the one for GPUs refuses None
             _, dot, plain = torch.ops.aten.native_batch_norm_backward(
-                dy, x, _wide(weight, mean), mean, variance, None, None, False, ctx.eps, [False, True, True]
+                dy, x, _wide(weight, mean), mean, variance, none, none, False, ctx.eps, [False, True, True]
             )
         sums = ctx.total(torch.cat([plain, dot]), 1).view(2, -1) / ctx.whole
         mean_dy, mean_dot = sums.to(mean.dtype)
