@@ -303,6 +303,6 @@ def test_the_cpu_never_reads_what_has_not_arrived(device):
         def dim(self):
             return 4
 
-    for numerics in (Numerics(), Numerics(channels_last=True)):
+    for numerics in (precision.Numerics(), precision.Numerics(channels_last=True)):
         numerics.moved(Input(), torch.device(device))
     assert asked == [device == "cuda"] * 2
