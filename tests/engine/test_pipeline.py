@@ -1,7 +1,10 @@
 """A pipeline is sequential with as many micro-batches, bit by bit, whatever its schedule and cut."""
 
+from functools import partial
+
 import pytest
 import torch
+from test_gradients_inside import Curved, Penalised, Sharp
 from torch import nn
 from torch.nn import functional as F
 
@@ -23,20 +26,21 @@ from paceline.engine.compute.pipeline_schedule import (
 
 pytestmark = of_cpus
 BATCH = 24
-DENSE_ONLY = "allreduce:forms=dense"  # factors have other last bits
+DENSE, FACTORS = "allreduce:forms=dense", "allreduce:forms=factors"
 DATA = [rows(BATCH, seed) for seed in range(5)]
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
-def train(engine, model, optimizer="adamw", data=DATA, size=1, accumulate=1, clip=None):
+def train(engine, model, optimizer="adamw", data=DATA, size=1, accumulate=1, clip=None, exchange=DENSE):
     def work(link):
         made = engine()
         made.accumulate = accumulate
         rank = Rank(
-            link, model, OPTIMIZERS[optimizer], engine=made, clip=clip, batch=len(data[0][0]), exchange=DENSE_ONLY
+            link, model, OPTIMIZERS[optimizer], engine=made, clip=clip, batch=len(data[0][0]), exchange=exchange
         )
         torch.set_num_threads(1)  # of the update: with others products have other last bits
         losses = rank.train(data)
+        assert "factors" in rank.exchange.forms() or exchange != FACTORS or type(model) is not Plain
         made.close()
         return rank.state(), losses
 
@@ -92,25 +96,62 @@ def test_a_schedule_that_waits_for_itself_is_an_error():
 
 @every_schedule
 @pytest.mark.parametrize("cut", ["", "second", "head"])
-@pytest.mark.parametrize(("optimizer", "size"), [("adamw", 1), ("momentum", 2), ("adamw", 3)])
-def test_equals_sequential_with_micro_batches_bit_by_bit(schedule, cut, optimizer, size):
+@pytest.mark.parametrize(
+    ("optimizer", "size", "exchange"),
+    [
+        ("adamw", 1, DENSE),
+        ("momentum", 2, DENSE),
+        ("adamw", 3, DENSE),
+        ("momentum", 1, FACTORS),
+        ("momentum", 2, FACTORS),
+        ("adamw", 2, FACTORS),
+    ],
+)
+def test_equals_sequential_with_micro_batches_bit_by_bit(schedule, cut, optimizer, size, exchange):
     model = build()
-    want = train(sequential.Engine, model, optimizer, size=size, accumulate=4)
-    found = train(lambda: pipeline.Engine(2, 4, schedule, cut), model, optimizer, size=size)
+    want = train(sequential.Engine, model, optimizer, size=size, accumulate=4, exchange=exchange)
+    found = train(lambda: pipeline.Engine(2, 4, schedule, cut), model, optimizer, size=size, exchange=exchange)
     for (state, losses), (its, its_losses) in zip(want, found, strict=True):
         assert losses == its_losses
         assert same(state, its)
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("clip", [None, 0.05])
-def test_every_model_equals_plain_pytorch(kind, clip):
+@pytest.mark.parametrize(("clip", "exchange"), [(None, DENSE), (0.05, DENSE), (None, FACTORS), (0.05, FACTORS)])
+def test_every_model_equals_plain_pytorch(kind, clip, exchange):
     """Also where a weight is tied across the cut, a layer is called twice, a branch is taken by some rows."""
     model = build(MODELS[kind])
     want, losses = reference(model, DATA, OPTIMIZERS["momentum"], clip)
-    ((state, found),) = train(lambda: pipeline.Engine(2, 3), model, "momentum", clip=clip)
+    ((state, found),) = train(lambda: pipeline.Engine(2, 3), model, "momentum", clip=clip, exchange=exchange)
     assert gap(state, want) < 1e-11
     assert found == pytest.approx(losses, rel=1e-12)
+
+
+class Steep(Plain):
+    """The second stage differentiates by what came across the cut."""
+
+    def forward(self, x):
+        h = F.relu(self.first(x))
+        out = self.second(h)
+        (slope,) = torch.autograd.grad(out.square().sum(), h, create_graph=True)
+        return self.head(F.relu(out)) + F.pad(slope.square().sum(1, keepdim=True), (0, OUT - 1)) * 0.01
+
+
+@pytest.mark.parametrize("exchange", [DENSE, FACTORS])
+def test_a_gradient_that_forward_computes_is_not_that_of_the_step(exchange):
+    """Other micro-batches are in their backward pass meanwhile."""
+    model = build(Steep)
+    want, losses = reference(model, DATA, OPTIMIZERS["momentum"])
+    made = partial(pipeline.Engine, 2, 4, cut="second")
+    ((state, found),) = train(made, model, "momentum", exchange=exchange)
+    assert gap(state, want) < 1e-11
+    assert found == pytest.approx(losses, rel=1e-11)
+
+
+@pytest.mark.parametrize("kind", [Penalised, Sharp, Curved])
+def test_a_gradient_of_the_whole_model_inside_of_it_is_refused_by_name(kind):
+    with pytest.raises(ValueError, match=r"cut the (model|pipeline) elsewhere"):
+        train(lambda: pipeline.Engine(2, 4, cut="second"), build(kind), "momentum")
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 23])

@@ -11,8 +11,7 @@ divide its forward pass evenly.
 
 *Invariants*: bit-equal to sequential with ``accumulate`` as many micro-batches, whatever the schedule and the cut, if
 the update has as many threads; one stage is sequential. Masks of dropout are each micro-batch's own.
-*Cost*: the activations of the micro-batches in flight; idle time of (k - 1) / (micros + k - 1); gradients of
-fully-connected layers are dense.
+*Cost*: the activations of the micro-batches in flight; idle time of (k - 1) / (micros + k - 1).
 *Source*: Huang et al. 2019 (arXiv 1811.06965), section 2.
 """
 
@@ -24,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,8 +34,9 @@ from paceline import transport
 from paceline.contract import Exchange, Loss
 from paceline.engine import sequential
 from paceline.engine.compute.batch import leaves
-from paceline.engine.compute.gradient_hooks import Backward
+from paceline.engine.compute.gradient_hooks import Backward, Call
 from paceline.engine.compute.gradient_hooks import Pass as State
+from paceline.engine.compute.matmul import make_substitutable, substitute
 from paceline.engine.compute.pipeline_schedule import BACKWARD, FORWARD, SCHEDULES, Pass, Schedule
 from paceline.engine.compute.rng import ThreadRng, seeds
 from paceline.engine.node import affinity, cgroup_limits
@@ -129,8 +130,9 @@ class Pipelined(Backward):
         parts: Sequence[tuple[set[int], int]],
         cuts: Sequence[str],
     ):
-        # what records factors hides a weight for a moment, from the other stages too: all gradients are dense
-        super().__init__(model, hook_layers=False)
+        super().__init__(model)
+        for module in self._hook_ids:
+            make_substitutable(module)
         self._model, self._schedule, self._parts, self.cuts = model, schedule, parts, list(cuts)
         self._own = threading.local()  # of a micro-batch's thread: its turns, number and stage
         self._pool: ThreadPoolExecutor | None = None
@@ -152,7 +154,7 @@ class Pipelined(Backward):
         for parameter in self.parameters.values():
             parameter.grad = None
         # buckets are offered at the end: until then each gradient is added to by the next micro-batch
-        state = self._pass = State(forms, offer, own_pass=True, concurrent=True)
+        state = self._pass = _Concurrent(forms, offer, concurrent=True, own=self._own)
         turns = _Turns(self._schedule(len(self._parts), len(computes)))
         if self._pool is None:
             self._pool = ThreadPoolExecutor(thread_name_prefix="paceline micro-batch", max_workers=1 << 10)
@@ -173,8 +175,6 @@ class Pipelined(Backward):
                 raise failed  # a micro-batch's own error before those that it caused in the others
         finally:
             self._pass, self.seconds = None, turns.seconds
-            for index in state.hidden:
-                self.parameters[self.buckets[index].names[0]].requires_grad_(True)
         return self._offer_rest(state)
 
     def _micro(
@@ -232,19 +232,26 @@ class Pipelined(Backward):
         """The gradient of what crosses a cut is known: of all that the stage computes, since autograd runs backward in
         the reverse order."""
         own = self._own
-        if own.stage == stage:
+        if own.stage == stage and not own.forward:  # else the gradient is one that forward itself computes
             own.turns.leave(stage)
             own.stage = stage - 1
             self._enter_stage(BACKWARD)
 
+    def _record(self, state: State, bucket: Bucket, call: Call, left: Tensor) -> None:
+        self._check_stage(bucket.names[0])
+        super()._record(state, bucket, call, left)
+
     def _ready(self, bucket: Bucket, name: str) -> None:
+        self._check_stage(name)
+        super()._ready(bucket, name)
+
+    def _check_stage(self, name: str) -> None:
         own = self._own
         if getattr(own, "turns", None) and self._stages.setdefault(name, own.stage) != own.stage:
             raise ValueError(
                 f"parameter {name!r} is used by several stages of engine 'pipeline', whose gradients would be added at "
                 f"once; cut the model elsewhere (at {', '.join(self.cuts)} now), or use another engine"
             )
-        super()._ready(bucket, name)
 
     def _timed(self, forms: Sequence[str], offer: Callable[[Gradient], None], *computes: Compute) -> State:
         """The step without a pipeline. The last micro-batch is timed, module by module."""
@@ -283,6 +290,27 @@ class Pipelined(Backward):
         super().close()
         if self._pool:
             self._pool.shutdown()
+
+
+@dataclass
+class _Concurrent(State):
+    """The state of all micro-batches' passes. ``own``: of each one's thread, ``forward``: whether it is in forward."""
+
+    own: Any = None
+
+    def is_own(self) -> bool:
+        return not self.own.forward
+
+    def hide(self, index: int, module: nn.Linear) -> None:
+        # not from the other stages, which may use it too: with requires_grad_(False) its gradient there would be lost
+        substitute(module, module.weight.detach())
+        self.own.hidden = index
+
+    def show(self, index: int, module: nn.Linear) -> bool:
+        hidden = getattr(self.own, "hidden", None) == index
+        substitute(None, module.weight)
+        self.own.hidden = None
+        return hidden
 
 
 class _Cancelled(RuntimeError):

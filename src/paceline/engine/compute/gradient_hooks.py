@@ -75,7 +75,7 @@ def cut(model: nn.Module, find_linear: bool = True) -> tuple[tuple[Bucket, ...],
 
 
 @dataclass
-class _Call:
+class Call:
     """One use of a fully-connected layer in this step."""
 
     right: Tensor
@@ -94,7 +94,7 @@ class _Nothing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *lefts: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         """None in the step's own pass, in which hooks record the factors."""
-        if ctx.state.own_pass:
+        if ctx.state.is_own():
             return None, None, None, None, None
         left, right = (each.reshape(-1, each.shape[-1]).to(ctx.like) for each in (*lefts, ctx.right))
         return left.T @ right, None, None, None, None
@@ -107,7 +107,7 @@ class Pass:
     forms: Sequence[str]
     offer: Callable[[Gradient], None]
     ready: dict[int, set[str]] = field(default_factory=dict)
-    calls: dict[int, list[_Call]] = field(default_factory=dict)
+    calls: dict[int, list[Call]] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
     offered: set[int] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
@@ -118,6 +118,22 @@ class Pass:
     places: set[int] = field(default_factory=set)  # addresses of the parameters' memory, once needed
     own_pass: bool = False  # backward is the step's own, and not one inside its forward or loss
     concurrent: bool = False  # several micro-batches at once: each gradient has its own memory from the first on
+
+    def is_own(self) -> bool:
+        """Whether the backward pass that calls this is the step's own."""
+        return self.own_pass
+
+    def hide(self, index: int, module: nn.Linear) -> None:
+        """Keeps the weight of this bucket out of the graph of its layer's forward."""
+        module.weight.requires_grad_(False)
+        self.hidden.add(index)
+
+    def show(self, index: int, module: nn.Linear) -> bool:
+        """Ends `hide`. False if it was not hidden."""
+        if hidden := index in self.hidden:
+            self.hidden.discard(index)
+            module.weight.requires_grad_(True)
+        return hidden
 
 
 def _uses(tensor: Tensor) -> int:
@@ -255,23 +271,20 @@ class Backward:
         # factors are sent in 16 bits, which is exact only for layers that compute in 16 bits
         own = own or (self.rounded and not torch.is_autocast_enabled(weight.device.type))
         if state.forms[bucket.index] == FACTORS and weight.requires_grad and not own:
-            weight.requires_grad_(False)
-            state.hidden.add(bucket.index)
+            state.hide(bucket.index, module)
 
     def _leave(self, bucket: Bucket, module: nn.Linear, right: Tensor, output: Tensor | None) -> Tensor | None:
         state, weight = self._pass, module.weight
         if state is None:
             return None
-        if hidden := bucket.index in state.hidden:
-            state.hidden.discard(bucket.index)
-            weight.requires_grad_(True)
+        hidden = state.show(bucket.index, module)
         if output is None or not torch.is_grad_enabled() or not weight.requires_grad:
             return None
         if not hidden:
             if output.requires_grad:
                 state.rows[bucket.index] = state.rows.get(bucket.index, 0) + right[..., 0].numel()
             return None
-        call = _Call(right.detach(), right._version)
+        call = Call(right.detach(), right._version)
         kind = output.dtype, output.device
         if (nothing := self._nothing.get(kind)) is None:  # adding it changes no value, not even -0.0
             nothing = self._nothing[kind] = torch.tensor(-0.0, dtype=output.dtype, device=output.device)
@@ -280,8 +293,8 @@ class Backward:
         output.register_hook(lambda left: self._record(state, bucket, call, left))
         return output
 
-    def _record(self, state: Pass, bucket: Bucket, call: _Call, left: Tensor) -> None:
-        if not state.own_pass or call.left is not None:
+    def _record(self, state: Pass, bucket: Bucket, call: Call, left: Tensor) -> None:
+        if not state.is_own() or call.left is not None:
             # a gradient inside forward or loss is not the step's; one that is differentiated again needs its graph
             if call.left is not None or torch.is_grad_enabled():
                 state.impure_factors.add(bucket.index)

@@ -10,6 +10,7 @@ equal nodes compute equal results. PACELINE_MATMUL=blas or onednn overrides it f
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -100,8 +101,39 @@ def _by_input(slope: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
     return product.view(*slope.shape[:-1], weight.shape[1])
 
 
+class _Substitute(threading.local):
+    """Of this thread: the layer whose next forward uses another weight, and that weight."""
+
+    module: nn.Linear | None = None
+    weight: Tensor
+
+
+_substitute = _Substitute()
+
+
+def substitute(module: nn.Linear | None, weight: Tensor) -> None:
+    """In this thread ``module`` uses ``weight`` from now on, until another one is named; None: its own again.
+
+    The layer must be one of `make_substitutable`.
+    """
+    _substitute.module, _substitute.weight = module, weight
+
+
+def make_substitutable(module: nn.Module) -> None:
+    if "forward" not in vars(module):
+        module.forward = partial(_plainly, module)  # type: ignore[arg-type]
+
+
+def _weight(module: nn.Linear) -> Tensor:
+    return _substitute.weight if _substitute.module is module else module.weight
+
+
+def _plainly(module: nn.Linear, input: Tensor) -> Tensor:
+    return F.linear(input, _weight(module), module.bias)
+
+
 def _forward(module: nn.Linear, input: Tensor) -> Tensor:
-    weight = module.weight
+    weight = _weight(module)
     plain = type(input) is Tensor and input.dtype == weight.dtype == torch.float32 and input.numel() > 0
     few = input.numel() < MANY_ROWS * input.shape[-1] and not _always(weight)
     transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
@@ -142,4 +174,4 @@ def remove(model: nn.Module) -> None:
 def has_own_forward(module: nn.Module) -> bool:
     """Whether this object has a forward other than its class's."""
     forward = vars(module).get("forward")
-    return forward is not None and getattr(forward, "func", None) is not _forward
+    return forward is not None and getattr(forward, "func", None) not in (_forward, _plainly)
