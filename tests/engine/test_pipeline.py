@@ -1,5 +1,6 @@
 """A pipeline is sequential with as many micro-batches, bit by bit, whatever its schedule and cut."""
 
+import re
 from functools import partial
 
 import pytest
@@ -23,6 +24,7 @@ from paceline.engine.compute.pipeline_schedule import (
     step_s,
     table,
 )
+from paceline.registry import find
 
 pytestmark = of_cpus
 BATCH = 24
@@ -170,6 +172,28 @@ def test_more_stages(stages):
     names = ["first", "second", "head"][: stages - 1] if stages == 4 else ["second", "head"]
     found = train(lambda: pipeline.Engine(stages, 6, cut=";".join(names)), model)[0][0]
     assert same(want, found)
+
+
+@pytest.mark.parametrize(("name", "convolutions"), [("alexnet", 4), ("vgg16", 8)])
+def test_a_models_own_cut(name, convolutions):
+    with torch.device("meta"):
+        model = find("models", name, 3)
+    (cut,) = model.pipeline_cuts[2]
+    before = [m for n, m in model.features.named_children() if int(n) < int(cut.partition(".")[2])]
+    assert sum(isinstance(module, nn.Conv2d) for module in before) == convolutions
+    assert isinstance(before[-1], nn.Conv2d)
+
+
+def test_the_cut_is_the_models_own_or_is_found_and_said():
+    model, plain = build(), build()
+    model.pipeline_cuts = {2: ["second"]}
+    want = train(lambda: pipeline.Engine(2, 4, cut="second"), plain)[0][0]
+    assert same(want, train(lambda: pipeline.Engine(2, 4, cut="preset"), model)[0][0])
+    with pytest.raises(ValueError, match="Plain has none for 2 stages; name the modules, or leave cut out"):
+        train(lambda: pipeline.Engine(2, 4, cut="preset"), plain)
+    made = pipeline.Engine(2, 4)
+    train(lambda: made, plain)
+    assert re.search(r"is cut before '\w+', where its forward pass is divided into \d+ %, \d+ %;", made.hint)
 
 
 def test_one_stage_is_sequential():

@@ -26,7 +26,7 @@ from paceline.job import Job
 from paceline.launch.machine import survey
 from paceline.planner import plan_cache, planner
 from paceline.planner.candidates import JobFacts, split
-from paceline.planner.cost_model import CALL_S, MESSAGES, PROCESS_SYNC_S, STEP_S, THREAD_SYNC_S, predicted_s
+from paceline.planner.cost_model import CALL_S, HANDOVER_S, MESSAGES, PROCESS_SYNC_S, STEP_S, THREAD_SYNC_S, predicted_s
 from paceline.planner.measure import profile_job as looking
 from paceline.planner.measure import profiler, update_timing
 from paceline.planner.measure.forked_copies import ForkedCopies
@@ -334,6 +334,13 @@ def test_what_a_profile_cannot_tell_is_not_predicted(row):
 def test_copies_that_were_not_timed_are_as_fast_as_one_at_best():
     seconds = 0.10 * 1.2 + 0.02 + (1000 + 1000 * 3 / 4 * 1.5) / 1e6 + MESSAGES * 1e-4 + PROCESS_SYNC_S + 0.0005
     assert predicted_s("processes:4", MADE_UP, 4) == pytest.approx(seconds + STEP_S)
+
+
+def test_stages_compute_at_once_but_for_the_first_and_last_micro_batches():
+    """Of 8 micro-batches in two stages: nine halves."""
+    profile = dataclasses.replace(MADE_UP, layers_s={**MADE_UP.layers_s, "1/4/2//0": 0.03})
+    want_s = 0.03 * 1.2 * 9 / 2 + 0.02 + 16 * HANDOVER_S + 0.002 + STEP_S
+    assert predicted_s("pipeline:2", profile, 2) == pytest.approx(want_s)
 
 
 def test_one_thread_on_all_rows_lies_on_the_line_through_fewer_rows():

@@ -70,6 +70,7 @@ def test_of_several_limits_the_least_counts(tmp_path, monkeypatch, order):
         ("processes:8", EngineSpec("processes", 8, 1, ())),
         ("processes:4+fused", EngineSpec("processes", 4, 2, ("fused",))),
         ("replicas:16", EngineSpec("replicas", 16, 1, ())),
+        ("pipeline:2", EngineSpec("pipeline", 1, 4, (), 2)),
     ],
 )
 def test_a_row_is_taken_apart(row, way):

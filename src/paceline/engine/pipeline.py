@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,20 +38,22 @@ from paceline.engine.compute.batch import leaves
 from paceline.engine.compute.gradient_hooks import Backward, Call
 from paceline.engine.compute.gradient_hooks import Pass as State
 from paceline.engine.compute.matmul import make_substitutable, substitute
-from paceline.engine.compute.pipeline_schedule import BACKWARD, FORWARD, SCHEDULES, Pass, Schedule
+from paceline.engine.compute.pipeline_schedule import BACKWARD, FORWARD, MICROS, SCHEDULES, Pass, Schedule
 from paceline.engine.compute.rng import ThreadRng, seeds
 from paceline.engine.node import affinity, cgroup_limits
 from paceline.messages import Bucket, Gradient, Vote
 
 TIMEOUT_S = 1800.0  # for the passes before this one
+PRESET = "preset"
 Compute = Callable[[], Tensor | None]
 
 
 class Engine(sequential.Engine):
     """``micros``: micro-batches of a batch, 4 per stage by default. ``cut``: the names of the modules with which the
-    stages after the first begin, separated by semicolons."""
+    stages after the first begin, separated by semicolons; "preset": those of the model's ``pipeline_cuts``, which has
+    them by the number of stages."""
 
-    defers_updates, planned = False, False
+    defers_updates = False
     counts = "stage"
     # else OpenMP's threads spin after the update, on the cores that the stages need then
     environment: Mapping[str, str] = {"OMP_WAIT_POLICY": "passive"}
@@ -63,9 +66,9 @@ class Engine(sequential.Engine):
         if schedule not in SCHEDULES:
             raise ValueError(f"engine 'pipeline': schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")
         cuts = [name.strip() for name in str(cut).split(";") if name.strip()]
-        if cuts and len(cuts) != num_stages - 1:
+        if cuts not in ([], [PRESET]) and len(cuts) != num_stages - 1:
             raise ValueError(f"engine 'pipeline:{num_stages}' has {num_stages - 1} cuts, cut={cut!r} has {len(cuts)}")
-        self.num_stages, self.num_micros = num_stages, micros or 4 * num_stages
+        self.num_stages, self.num_micros = num_stages, micros or MICROS * num_stages
         self.schedule, self.cuts = schedule, cuts
 
     def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
@@ -93,6 +96,14 @@ class Engine(sequential.Engine):
         if self.numerics.compile:
             raise ValueError("engine 'pipeline' cuts a model between its modules, and a compiled one has none")
         names = dict(model.named_modules())
+        if self.cuts == [PRESET] and PRESET not in names:
+            presets = getattr(model, "pipeline_cuts", {})
+            if self.num_stages not in presets:
+                raise ValueError(
+                    f"engine 'pipeline:{self.num_stages}': cut={PRESET} takes the model's own pipeline_cuts, and "
+                    f"{type(model).__name__} has none for {self.num_stages} stages; name the modules, or leave cut out"
+                )
+            self.cuts = list(presets[self.num_stages])
         if missing := [name for name in self.cuts if name not in names]:
             raise ValueError(f"engine 'pipeline' is to cut before {missing[0]!r}, which is no module of this model")
 
@@ -102,7 +113,10 @@ class Engine(sequential.Engine):
                 "engine 'pipeline' computes several micro-batches at once, and forward of this model changes weights "
                 "that do not train, such as a momentum encoder's; use another engine"
             )
-        return super().gradient(batch, scale, forms, offer)
+        vote = super().gradient(batch, scale, forms, offer)
+        if isinstance(self.backward, Pipelined) and self.backward.found:
+            self.hint, self.backward.found = self.backward.found, ""
+        return vote
 
     def local_exchange(
         self, exchange: Exchange, control: transport.Control, alone: bool, activity: transport.Waits
@@ -138,6 +152,7 @@ class Pipelined(Backward):
         self._pool: ThreadPoolExecutor | None = None
         self._stages: dict[str, int] = {}  # in which each parameter is used
         self.seconds: dict[tuple[int, Pass], float] = {}  # of each pass in the last step
+        self.found = ""  # where the model is cut, once that is known
         self._cut()
 
     def _cut(self) -> None:
@@ -283,6 +298,12 @@ class Pipelined(Backward):
                     f"stages; use fewer"
                 )
             self.cuts.append(min(free, key=lambda name: abs(once[name] - wanted)))
+        ends = [span[0], *(once[name] for name in self.cuts), span[1]]
+        parts = ", ".join(f"{100 * (end - begin) / (span[1] - span[0]):.0f} %" for begin, end in pairwise(ends))
+        self.found = (
+            f"engine 'pipeline': the model is cut before {', '.join(map(repr, self.cuts))}, where its forward pass is "
+            f"divided into {parts}; name other modules by cut="
+        )
         self._cut()
         return state
 

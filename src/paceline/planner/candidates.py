@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from paceline.engine.compute.pipeline_schedule import MICROS
 from paceline.launch.machine import Machine
 from paceline.registry import BASELINE, PROCESSES, current, names, says
 
@@ -45,12 +46,24 @@ class JobFacts:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """A parsed configuration: ``copies`` of the model, each with ``threads`` and a share of the batch."""
+    """A parsed configuration: ``copies`` of the model, each with a share of the batch, or ``stages`` of one; each of
+    them has ``threads``."""
 
     engine: str
     copies: int
     threads: int
     words: tuple[str, ...]
+    stages: int = 1
+
+    @property
+    def at_once(self) -> int:
+        """How many compute at the same time."""
+        return self.copies * self.stages
+
+    @property
+    def micros(self) -> int:
+        """Micro-batches of a copy's share."""
+        return MICROS * self.stages if self.stages > 1 else 1
 
     @property
     def processes(self) -> int:
@@ -70,15 +83,17 @@ def split(candidate: str, cores: int) -> EngineSpec:
         )
     counts = says("engine", engine, "counts")
     k = int(count) if count else {"": 1, "thread": cores}.get(counts, 2)
-    if counts == "copy":
-        return EngineSpec(engine, k, max(1, cores // k), tuple(words))
+    if counts in ("copy", "stage"):
+        stages = k if counts == "stage" else 1
+        return EngineSpec(engine, k // stages, max(1, cores // k), tuple(words), stages)
     return EngineSpec(engine, 1, cores if counts == "share" else k, tuple(words))
 
 
 def fidelity(candidate: str, facts: JobFacts | None = None) -> str:
     """The fidelity column of the plan's table: "exact", "exact, local BN" or "rounded"."""
     level = "rounded" if set(candidate.split("+")) & set(ROUNDED) else "exact"
-    shared = split(candidate, 1).copies > 1 and facts is not None and facts.batch_norm
+    spec = split(candidate, 1)
+    shared = spec.copies * spec.micros > 1 and facts is not None and facts.batch_norm
     return f"{level}, local BN" if shared else level
 
 
@@ -96,7 +111,8 @@ def planned() -> tuple[str, ...]:
     """The engines that the planner tries, simplest first."""
 
     def complexity(name: str) -> tuple[int, bool]:
-        return ("", "thread", "copy").index(says("engine", name, "counts")), says("engine", name, "starts_processes")
+        counts = says("engine", name, "counts")
+        return ("", "thread", "copy", "stage").index(counts), says("engine", name, "starts_processes")
 
     return tuple(sorted((name for name in names("engine") if says("engine", name, "planned")), key=complexity))
 
@@ -113,7 +129,11 @@ def candidates(
     numerics = list(_numerics(machine, facts))
     found += [f"{head}+{words}" for words in numerics for head in found if words]
     if compile_too and machine.compiler:
-        found += [f"{head}+compile" for head in found if "+" not in head and head != BASELINE]
+        found += [
+            f"{head}+compile"
+            for head in found
+            if "+" not in head and head != BASELINE and split(head, machine.cores).stages == 1
+        ]
     return sorted(found, key=lambda candidate: not allowed(candidate, level))
 
 
@@ -130,6 +150,8 @@ def _engines(machine: Machine, facts: JobFacts, engines: tuple[str, ...]) -> Ite
         for count in (cores, halves) if counts == "copy" and engine in engines else ():
             if 1 < count <= facts.rows:
                 yield f"{engine}:{count}"
+        if counts == "stage" and MICROS * cores <= facts.part_rows:
+            yield f"{engine}:{cores}"
 
 
 def _numerics(machine: Machine, facts: JobFacts) -> Iterator[str]:

@@ -5,7 +5,7 @@ That of several machines is `cluster_model`, that of messages `exchange/flow/cos
     layers        forward and backward of each layer, timed at the candidate's threads, batch share, copies and options
     calibration   time of the whole model divided by the sum of its layers, at the baseline: work outside layers
     update        the optimizer alone, on the same number of cores
-    engine        gradients moved in memory, messages, and a constant per step
+    engine        gradients moved in memory, messages, and a constant per step; of a pipeline also its idle time
     input         fetching the batch, divided among the processes
 
 A setting that was not timed is estimated: with options (bf16, channels_last), as the setting without them times the
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from paceline.engine.compute.pipeline_schedule import stretch
 from paceline.planner.candidates import EngineSpec, split
 from paceline.planner.measure.profile import Profile, Setting
 from paceline.registry import says
@@ -25,6 +26,7 @@ THREAD_SYNC_S = 3e-3  # per further replica, a thread of one interpreter: wake-u
 PROCESS_SYNC_S = 1.2e-3  # processes: wake-up, and waiting for the slowest; measured with layers of a few ms
 CALL_S = 20e-6  # in addition to THREAD_SYNC_S, per layer call
 MESSAGES = 4  # per step and process
+HANDOVER_S = 0.2e-3  # per pass of a micro-batch through a pipeline's stage: a thread wakes up
 
 
 def predicted_s(candidate: str, profile: Profile, cores: int) -> float | None:
@@ -39,7 +41,7 @@ def predicted_s(candidate: str, profile: Profile, cores: int) -> float | None:
     whole = profile.layers_s[profile.base]
     calibration = profile.whole_s / whole if whole else 1.0
     return (
-        layers_s * calibration * profile.facts.parts
+        layers_s * calibration * profile.facts.parts * stretch(spec.stages, spec.micros)
         + _update_s(spec, setting, profile, cores)
         + _engine_s(spec, setting, profile)
         + profile.input_s / spec.processes
@@ -88,8 +90,8 @@ def _line_s(setting: Setting, found: dict[str, float]) -> float | None:
 
 
 def _update_s(spec: EngineSpec, setting: Setting, profile: Profile, cores: int) -> float:
-    """Several copies share the update among all cores; a single copy uses its own threads."""
-    threads = spec.threads if spec.copies == 1 else cores
+    """Several copies or stages share the update among all cores; a single one uses its own threads."""
+    threads = spec.threads if spec.at_once == 1 else cores
     kinds = ["/fused"] if "fused" in spec.words else ["/factors"] if setting.factors else []
     times = profile.update_s
     nearest = min((int(key.partition("/")[0]) for key in times), key=lambda n: abs(n - threads), default=1)
@@ -98,6 +100,8 @@ def _update_s(spec: EngineSpec, setting: Setting, profile: Profile, cores: int) 
 
 def _engine_s(spec: EngineSpec, setting: Setting, profile: Profile) -> float:
     """Sum over k copies: each writes its gradient to shared memory; the owner of a slice reads it from all k copies."""
+    if spec.stages > 1:
+        return 2 * spec.micros * HANDOVER_S * profile.facts.parts
     if spec.copies == 1:
         return 0.0
     k = spec.copies

@@ -3,6 +3,7 @@
     gpipe   all forward passes, then all backward passes
     1f1b    stage s of k has at most k - s micro-batches in flight: then a backward and a forward pass in turn
 
+*Use*: ``python -m paceline.engine.compute.pipeline_schedule 2 8 1f1b`` prints 2 stages and 8 micro-batches.
 *Invariants*: each stage computes every micro-batch forward and backward once, in the order of their numbers; a forward
 pass follows that of the stage before, a backward pass that of the stage after.
 *Source*: Huang et al. 2019 (arXiv 1811.06965); Narayanan et al. 2019 (doi 10.1145/3341301.3359646), section 3.2, with
@@ -11,11 +12,13 @@ all updates after the last backward pass.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 FORWARD, BACKWARD = "F", "B"
 BACKWARD_TICKS = 2  # of a backward pass, where a forward pass takes one
+MICROS = 4  # micro-batches per stage, where nobody says how many
 
 
 class Pass(NamedTuple):
@@ -65,6 +68,11 @@ def ends(schedule: Schedule, seconds: Callable[[int, Pass], float]) -> dict[tupl
     return found
 
 
+def stretch(stages: int, micros: int) -> float:
+    """The time of a step in which all stages take equally long, in those of all passes of one micro-batch."""
+    return (micros + stages - 1) / stages
+
+
 def step_s(schedule: Schedule, seconds: Callable[[int, Pass], float]) -> float:
     return max(ends(schedule, seconds).values())
 
@@ -95,3 +103,8 @@ def table(schedule: Schedule) -> str:
     idle = sum(row.count(".") for row in rows) / (length * len(rows))
     held = ", ".join(map(str, in_flight(schedule)))
     return "\n".join([*lines, f"{length} ticks, {idle:.0%} idle; micro-batches in flight: {held}"])
+
+
+if __name__ == "__main__":
+    stages, micros, schedule = sys.argv[1:]
+    print(table(SCHEDULES[schedule](int(stages), int(micros))))

@@ -29,7 +29,8 @@ PARTS = (1, 4)  # a step is recorded with the whole batch and with a quarter of 
 
 @dataclass(frozen=True)
 class Setting:
-    """How layers are timed: ``copies`` at once, each with ``threads`` and ``rows`` samples; precision and layout."""
+    """How layers are timed: ``copies`` at once, each with ``threads`` and ``rows`` samples; precision and layout. A
+    stage of a pipeline is timed as a copy, of which it computes a part."""
 
     threads: int
     rows: int
@@ -40,7 +41,7 @@ class Setting:
     @classmethod
     def of(cls, spec: EngineSpec, rows: int, absorbs: bool) -> Setting:
         words = tuple(word for word in spec.words if word in ("bf16", "fp16", "channels_last"))
-        return cls(spec.threads, -(-rows // spec.copies), spec.copies, words, absorbs)
+        return cls(spec.threads, -(-rows // (spec.copies * spec.micros)), spec.at_once, words, absorbs)
 
     def __str__(self) -> str:
         return "/".join(map(str, (self.threads, self.rows, self.copies, "+".join(self.words), int(self.factors))))

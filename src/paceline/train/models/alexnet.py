@@ -5,6 +5,8 @@ Training defaults: Lerat, Mahmoudi and Mahmoudi, "Distributed Deep Learning: Fro
 Architecture", Electronics 11(10):1525 (2022); the number of epochs is our own choice.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 
@@ -17,6 +19,8 @@ EPOCHS = 10
 
 class _AlexNet(nn.Module):
     """Attribute names and layer positions are torchvision's, so that its weights load unchanged."""
+
+    pipeline_cuts: ClassVar = {2: ["features.9"]}  # after the fourth convolution: Lerat et al. 2022
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()

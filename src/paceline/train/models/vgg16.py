@@ -6,6 +6,8 @@ fully-connected layers. Learning rate and momentum: Lerat, Mahmoudi and Mahmoudi
 Single-Node to Multi-Node Architecture", Electronics 11(10):1525 (2022); batch size and epochs are our own choice.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 
@@ -31,6 +33,8 @@ def _features() -> nn.Sequential:
 
 class _VGG16(nn.Module):
     """Attribute names and layer positions are torchvision's, so that its weights load unchanged."""
+
+    pipeline_cuts: ClassVar = {2: ["features.18"]}  # after the eighth convolution: Lerat et al. 2022
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
