@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline import errors
+from paceline.costs import ExchangeTraffic
 from paceline.messages import (
     DENSE,
     Bucket,
@@ -360,6 +361,10 @@ class Exchange(ExchangeTraits):
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
         raise NotImplementedError
+
+    def traffic(self, dtype: torch.dtype) -> ExchangeTraffic:
+        """What it sends for gradients, or weights, of this type: for the planner's predictions."""
+        return ExchangeTraffic(factors=self.factors, gathers=self.gathers)
 
     def state(self) -> dict[str, Any]:
         return {}

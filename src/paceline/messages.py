@@ -14,8 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DENSE, FACTORS = "dense", "factors"
-SUM, MAX, ALL_GATHER = "sum", "max", "all-gather"
+from paceline.costs import ALL_GATHER as ALL_GATHER
+from paceline.costs import DENSE as DENSE
+from paceline.costs import FACTORS as FACTORS
+from paceline.costs import MAX as MAX
+from paceline.costs import SUM as SUM
+from paceline.costs import CommCost as CommCost
 
 RowRange = tuple[int, int]  # rows of a weight: (first, end); end 0: all rows
 
@@ -353,23 +357,6 @@ class Update:
     @staticmethod
     def of(outcome: StepOutcome, rule: UpdateRule) -> Update:
         return Update(outcome.gradients, outcome.vote.used, rule, outcome.pending)
-
-
-@dataclass(frozen=True)
-class CommCost:
-    """*Units*: sequential messages, bytes sent per rank, floating-point operations per rank."""
-
-    steps: float
-    bytes: float
-    flops: float = 0.0
-
-    def __add__(self, other: CommCost) -> CommCost:
-        return CommCost(self.steps + other.steps, self.bytes + other.bytes, self.flops + other.flops)
-
-    @property
-    def in_sequence(self) -> float:
-        """Bytes on the critical path, where a rank waits for data of another."""
-        return self.bytes
 
 
 def pack_frames(parts: Sequence[bytes]) -> bytes:

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 import ranks
 from nodes import HIDDEN, IN, OUT, Plain, Rank, build, rows
-from paceline.codec.encoding.packing import HEAD, SLOW_S, WHOLE, fits, joined, pack, unpack
+from paceline.codec.encoding.packing import HEAD, WHOLE, fits, joined, pack, unpack
+from paceline.costs import SLOW_S
 from paceline.exchange.allreduce import Exchange
 from paceline.exchange.flow.autotuner import HIGH_BANDWIDTH_S, Autotuner
 from paceline.exchange.flow.control import Control

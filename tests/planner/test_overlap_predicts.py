@@ -22,18 +22,18 @@ from cluster import Cluster
 from machines import needs_cluster, needs_tun
 from nodes import OPTIMIZERS, build, rows
 from paceline.codec.encoding import packing
+from paceline.costs import DENSE, FACTORS, SAVES, SAVES_S, SLOW_S, SUM, ExchangeTraffic, ring
 from paceline.engine import sequential
 from paceline.engine.compute.timeline import record
 from paceline.link import memory
 from paceline.link.net.collective_run import Collective, names
-from paceline.planner import cluster_model
-from paceline.planner.cluster import sums_by
+from paceline.planner.cluster import collectives_by
 from paceline.planner.cluster_model import VOTE_BYTES, NetworkModel, predict
 from paceline.planner.measure import network as measuring
 from paceline.planner.measure.network import NetworkMeasurement, Pair, measure, pair_rounds, slope
 from paceline.planner.plan_file import Between, Plan
 from paceline.planner.plan_tables import pair_table
-from paceline.planner.step_model import DENSE, FACTORS, ExchangeTraffic, LayerTiming, StepModel
+from paceline.planner.step_model import LayerTiming, StepModel
 from paceline_bench.cluster.namespaces import bits_per_s
 from waiting import VirtualTime
 
@@ -154,7 +154,7 @@ def test_it_is_said_of_every_fully_connected_layer_how_it_travels_and_why():
             if "no smaller" not in why:
                 factors_s, dense_s = (float(number) for number in re.findall(r"([\d.]+) ms", why))
                 assert (form == FACTORS) == (factors_s < dense_s) or abs(factors_s - dense_s) <= max(
-                    1e3 * cluster_model.SAVES_S, cluster_model.SAVES * max(factors_s, dense_s)
+                    1e3 * SAVES_S, SAVES * max(factors_s, dense_s)
                 ) + 0.1  # as printed
 
 
@@ -174,14 +174,13 @@ def test_the_schedule_drawn_by_hand():
 @pytest.mark.parametrize(("nodes", "dense_left"), [(2, 0.8), (3, 1.0)])
 def test_on_a_slow_wire_alone_fewer_bytes_are_predicted(nodes, dense_left):
     """Of factors always, of sums between two nodes: among three a gather would be more."""
-    assert (cluster_model.SLOW_S, DENSE, FACTORS) == (packing.SLOW_S, "dense", "factors")
     plain = LayerTiming("dense", 100_000), LayerTiming("thin", 900_000, 600, 5.0)
     parts = (
         replace(plain[0], packed_dense=0.8, packed_factors=0.1),
         replace(plain[1], packed_factors=0.5, packed_dense=0.1),
     )
     forms, vote_bytes = [DENSE, FACTORS], (nodes - 1) * VOTE_BYTES
-    for rate, left in ((2 / packing.SLOW_S, (1.0, 1.0)), (0.5 / packing.SLOW_S, (dense_left, 0.5))):
+    for rate, left in ((2 / SLOW_S, (1.0, 1.0)), (0.5 / SLOW_S, (dense_left, 0.5))):
         before, seen = (
             predict([line(*each, rows=5.0)] * nodes, NetworkModel(1e-4, rate), forms) for each in (plain, parts)
         )
@@ -547,7 +546,7 @@ def printed(table):
 @pytest.mark.parametrize("nodes", [2, 3, 8])
 def test_a_chosen_collective_is_predicted_by_its_own_cost(name, nodes):
     part = LayerTiming("dense", 99_991)
-    wire = NetworkModel(1e-3, 1e6, 1e-7, sums=sums_by(name))
+    wire = NetworkModel(1e-3, 1e6, 1e-7, collectives=collectives_by(name))
     seen = predict([line(part, forward_s=0.0, update_s=0.0)] * nodes, wire, [DENSE])
     cost, votes = Collective(name).cost(nodes, 4 * part.numel), nodes - 1
     assert seen.sent_bytes == cost.bytes + votes * VOTE_BYTES
@@ -558,8 +557,8 @@ def test_a_chosen_collective_is_predicted_by_its_own_cost(name, nodes):
 def test_a_layer_travels_as_the_chosen_collective_makes_cheaper():
     """Among eight a ring's sum has 1.75 n in sequence and a tree's 6 n: between them is what multiplying takes."""
     part = LayerTiming("wide", 1_000_000, 2000, 60.0, product_s=0.9)
-    for sums, form in ((cluster_model.ring, DENSE), (sums_by("ring"), DENSE), (sums_by("binomial"), FACTORS)):
-        seen = predict([line(part, rows=60.0)] * 8, NetworkModel(0.0, 1e6, sums=sums))
+    for costs, form in ((ring, DENSE), (collectives_by("ring"), DENSE), (collectives_by("binomial"), FACTORS)):
+        seen = predict([line(part, rows=60.0)] * 8, NetworkModel(0.0, 1e6, collectives=costs))
         assert seen.forms == (form,)
         assert seen.why[0].startswith(f"wide {form}")
 
@@ -568,9 +567,11 @@ def test_what_adding_costs_is_what_a_sum_takes_beyond_its_own_way():
     """Bytes in sequence on a line of 100 MB/s, and 5 ns more for each: whatever the algorithm."""
     pairs = tuple(Pair(i, j, 0.0, 1e8) for i in range(4) for j in range(i + 1, 4))
     for name in ("", "ring", "halving", "binomial"):
-        sums = sums_by(name)
-        took = [(1 << k, sums(4, (1 << k) // 4, 4).in_sequence * 1.5e-8) for k in range(18, 24)]
-        assert NetworkMeasurement(4, pairs, tuple(took)).model_for(range(4), sums).adding_s == pytest.approx(5e-9), name
+        costs = collectives_by(name)
+        took = [(1 << k, costs(4)(SUM, 1 << k).in_sequence * 1.5e-8) for k in range(18, 24)]
+        assert NetworkMeasurement(4, pairs, tuple(took)).model_for(range(4), costs).adding_s == pytest.approx(5e-9), (
+            name
+        )
 
 
 def test_a_team_has_to_do_with_its_slowest_line():

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from paceline import contract, messages, transport
 from paceline.codec.encoding.packing import MIN_BYTES, packed
+from paceline.costs import ExchangeTraffic
 from paceline.exchange.flow.autotuner import FORMS, PACKED, Autotuner
-from paceline.exchange.flow.cost_model import choose, cost_of, dense_cost, factor_cost
+from paceline.exchange.flow.cost_model import choose, coded_traffic, cost_of, dense_cost, factor_cost
 from paceline.exchange.flow.send_queue import InFlight, SendQueue, StepSends
 from paceline.exchange.flow.together import begin, together
 from paceline.messages import (
@@ -225,6 +227,10 @@ class Exchange(contract.Exchange):
 
     def on_assignment(self, largest: float) -> None:
         self.choice.on_assignment(largest)
+
+    def traffic(self, dtype: torch.dtype) -> ExchangeTraffic:
+        coded = coded_traffic(self.codec, self.buckets, dtype)
+        return replace(coded, factors=self.factors, forward=self.overlap == "forward")
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
         own = cost_of(self.link, size)

@@ -15,14 +15,16 @@ all replicas are bit-equal. A lost node is dropped with its steps since the last
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline import contract, transport
+from paceline.costs import ExchangeTraffic
 from paceline.exchange import local_sgd
-from paceline.exchange.flow.cost_model import cost_of, rounds_cost
+from paceline.exchange.flow.cost_model import coded_traffic, cost_of, rounds_cost
 from paceline.exchange.flow.together import over_link
 from paceline.messages import Bucket, CommCost, StepContext, Target
 
@@ -82,6 +84,9 @@ class Exchange(local_sgd.Exchange):
         super().averaged()
         (self.anchor, self.momentum, self.memory), self._next = self._next, ({}, {}, {})
         self.num_outer_steps += 1
+
+    def traffic(self, dtype: torch.dtype) -> ExchangeTraffic:
+        return replace(coded_traffic(self.codec, self.buckets, dtype), every=self.period)
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
         link_cost = cost_of(self.link, size)

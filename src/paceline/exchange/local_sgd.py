@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract, transport
+from paceline.costs import ExchangeTraffic
 from paceline.exchange.flow.cost_model import cost_of, dense_cost
 from paceline.messages import DENSE, Bucket, CommCost, Decision, Gradient, StepOutcome, Tally, Target, Vote
 
@@ -94,6 +95,9 @@ class Exchange(contract.Exchange):
         self._requested = 0  # now reported; a rank that still requests a stop repeats it with its next vote
         self._paces = tuple((busy, fixed) for *_, busy, fixed in self._reports)
         self.samples = 0.0
+
+    def traffic(self, dtype: torch.dtype) -> ExchangeTraffic:
+        return ExchangeTraffic(factors=False, every=self.period)
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
         each = [dense_cost(bucket, size, link_cost=cost_of(self.link, size)) for bucket in buckets]

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.costs import ExchangeTraffic, gathered
 from paceline.exchange import allreduce
-from paceline.exchange.flow.cost_model import cost_of, gathered
+from paceline.exchange.flow.cost_model import cost_of
 from paceline.exchange.flow.tree_sums import Span, add_up, spans
 from paceline.messages import ALL_GATHER, DENSE, Bucket, Coded, Collective, CommCost, Gradient, StepContext
 
@@ -53,6 +54,9 @@ class Exchange(allreduce.Exchange):
         numels = [gradient.bucket.numel for gradient in gradients]
         firsts = accumulate(numels, initial=0)
         return [Coded(_added_up(payloads, first, numel)) for first, numel in zip(firsts, numels, strict=False)]
+
+    def traffic(self, dtype: torch.dtype) -> ExchangeTraffic:
+        return ExchangeTraffic(factors=False, gathers=True)
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
         each = [gathered(4 * bucket.numel, size, cost_of(self.link, size)) for bucket in buckets]

@@ -18,12 +18,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.costs import SUM, CostFunction, ring
 from paceline.launch.ask_hosts import RemoteQuery
 from paceline.launch.child_processes import ScratchFolder
 from paceline.launch.hosts import Host
 from paceline.planner import plan_cache
 from paceline.planner import planner as planning
-from paceline.planner.cluster_model import NetworkModel, Sent, Sums, ring
+from paceline.planner.cluster_model import NetworkModel
 from paceline.planner.cluster_survey import UNMEASURED, Node, Survey, TeamTrial
 from paceline.planner.measure.node_agent import measure_node
 from paceline.planner.measure.trial import Trial
@@ -76,7 +77,7 @@ def make_over(
 
     def network(count: int) -> NetworkModel:
         ranks = [rank_of[node.name] for node in survey.nodes[:count]]
-        return measured.model_for(ranks, sums_by(measured.collective)) if len(hosts) > 1 else _unmeasured()
+        return measured.model_for(ranks, collectives_by(measured.collective)) if len(hosts) > 1 else _unmeasured()
 
     survey = Survey(nodes, network, real=True)
     found = [survey.team(count, kind) for kind in (SHARED, EACH) for count in range(2, len(hosts) + 1)]
@@ -105,7 +106,7 @@ def imagine(
 
 
 def _unmeasured() -> NetworkModel:
-    return dataclasses.replace(UNMEASURED, sums=sums_by(os.environ.get("PACELINE_COLLECTIVE", "")))
+    return dataclasses.replace(UNMEASURED, collectives=collectives_by(os.environ.get("PACELINE_COLLECTIVE", "")))
 
 
 def check_links(what_if: Sequence[WhatIf]) -> None:
@@ -117,19 +118,20 @@ def check_links(what_if: Sequence[WhatIf]) -> None:
         )
 
 
-def sums_by(name: str) -> Sums:
-    """The cost of an all-reduce by the collective of that name; by gloo's ring if the name is empty."""
+def collectives_by(name: str) -> Callable[[int], CostFunction]:
+    """The costs of collectives among so many nodes, all-reduces by the one of that name; if it is empty, gloo's."""
     if not name:
         return ring
     from paceline.link.net.collective_run import Collective  # it imports torch
 
     collective = Collective(name)
 
-    def sums(nodes: int, numel: int, item_bytes: int) -> Sent:
-        cost = collective.cost(nodes, numel * item_bytes, item_bytes)
-        return Sent(cost.steps, cost.bytes, cost.in_sequence)
+    def of(nodes: int) -> CostFunction:
+        return lambda operation, num_bytes: (
+            collective.cost(nodes, num_bytes // 4 * 4) if operation == SUM else ring(nodes)(operation, num_bytes)
+        )
 
-    return sums
+    return of
 
 
 def promising(tries: Sequence[TeamTrial]) -> list[TeamTrial]:

@@ -21,34 +21,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import NamedTuple
 
-from paceline.planner.step_model import DENSE, FACTORS, ExchangeTraffic, LayerTiming, StepModel
+from paceline.costs import (
+    ALL_GATHER,
+    DENSE,
+    FACTORS,
+    SLOW_S,
+    SUM,
+    CommCost,
+    CostFunction,
+    ExchangeTraffic,
+    clearly_differ,
+    gathered,
+    ring,
+    summed,
+)
+from paceline.planner.step_model import LayerTiming, StepModel
 
 VOTE_BYTES = 1024  # of the status all-reduce that ends a step
-SAVES_S, SAVES = 2e-3, 0.2  # seconds, and part of a bucket's time, that another representation must save
-SLOW_S, PACKING_S = 4e-8, 2e-9  # per byte: a network this slow is compressed; what that costs a core
+PACKING_S = 2e-9  # per byte: what lossless compression costs a core
 NORM_BYTES = 8  # of a value in batch norm's all-reduces
 TCP_TIMEOUT_S = 0.2  # idle time after which TCP slow start begins again: the minimum time-out of Linux
 WINDOW_BYTES = 10 * 1448  # the initial congestion window
 FRAME = 0.94  # payload part of a link's rate after Ethernet, IP and TCP headers
-
-
-class Sent(NamedTuple):
-    """Sequential messages, bytes that one node sends, and bytes on the critical path."""
-
-    messages: float
-    num_bytes: float
-    in_sequence: float
-
-
-Sums = Callable[[int, int, int], Sent]  # (nodes, values, bytes per value) -> cost of an all-reduce
-
-
-def ring(nodes: int, numel: int, item_bytes: int) -> Sent:
-    """The cost of gloo's ring all-reduce."""
-    num_bytes = 2 * (nodes - 1) / nodes * numel * item_bytes
-    return Sent(2 * (nodes - 1), num_bytes, num_bytes)
 
 
 @dataclass(frozen=True)
@@ -56,19 +51,20 @@ class NetworkModel:
     """The network between any two nodes. *Units*: seconds per message; bytes per second, each way; seconds per byte.
 
     ``adding_s``: reduction time of a byte in addition to its transfer. ``cpu_s``: time of a core per byte sent and
-    received, which computation loses. ``sums``: the all-reduce algorithm. ``assumed``: typical values, not measured.
+    received, which computation loses. ``collectives``: their costs among so many nodes. ``assumed``: typical values,
+    not measured.
     """
 
     latency_s: float
     bytes_per_s: float
     adding_s: float = 0.0
     cpu_s: float = 0.0
-    sums: Sums = field(default=ring, compare=False)
+    collectives: Callable[[int], CostFunction] = field(default=ring, compare=False)
     assumed: bool = False
 
-    def seconds(self, messages: float, num_bytes: float, adds: bool = False) -> float:
+    def seconds(self, cost: CommCost, adds: bool = False) -> float:
         per_byte = 1 / self.bytes_per_s + (self.adding_s if adds else 0.0)
-        return messages * self.latency_s + num_bytes * per_byte
+        return cost.steps * self.latency_s + cost.in_sequence * per_byte
 
     def slow_start_s(self, num_bytes: float) -> float:
         """Time that TCP slow start adds to ``num_bytes`` after idle time, until a full round trip is in flight."""
@@ -133,12 +129,20 @@ class WireFormat:
         return replace(self, dense_bytes=self.item_bytes, ways=ways) if self.ways.loses else self
 
 
-def traffic(part: LayerTiming, form: str, nodes: int, rows: float, wire_format: WireFormat, sums: Sums = ring) -> Sent:
+def traffic(
+    part: LayerTiming,
+    form: str,
+    nodes: int,
+    rows: float,
+    wire_format: WireFormat,
+    collectives: Callable[[int], CostFunction] = ring,
+) -> CommCost:
     """The cost of sending one bucket. ``rows``: the largest number of factor rows of any node."""
-    if form != FACTORS and not wire_format.ways.gathers:
-        return sums(nodes, part.numel, int(wire_format.dense_bytes))
-    own = rows * part.sides * wire_format.factor_bytes if form == FACTORS else part.numel * wire_format.dense_bytes
-    return Sent(2 * (nodes - 1), (nodes - 1) * own, (nodes - 1) * own)
+    if form == FACTORS:
+        return gathered(round(rows * part.sides * wire_format.factor_bytes), nodes)
+    if wire_format.ways.gathers:
+        return gathered(round(part.numel * wire_format.dense_bytes), nodes)
+    return summed(part.numel * int(wire_format.dense_bytes), nodes, collectives(nodes))
 
 
 def packed(part: LayerTiming, form: str, nodes: int, ways: ExchangeTraffic) -> float:
@@ -164,8 +168,7 @@ def _form(per_node: Sequence[LayerTiming], network: NetworkModel, wire_format: W
         return DENSE
     num_bytes, seconds = _costs(per_node, network, wire_format.fair)
     fewest_bytes, fastest = (min(each, key=lambda form: each[form]) for each in (num_bytes, seconds))
-    clear = abs(seconds[DENSE] - seconds[FACTORS]) > max(SAVES_S, SAVES * max(seconds.values()))
-    return fastest if clear else fewest_bytes
+    return fastest if clearly_differ(seconds[DENSE], seconds[FACTORS]) else fewest_bytes
 
 
 def _factors_fit(per_node: Sequence[LayerTiming]) -> bool:
@@ -178,10 +181,10 @@ def _costs(
     """(bytes, seconds) of each representation; for factors, the time includes their multiplication."""
     part, nodes = per_node[0], len(per_node)
     max_rows, total = max(one.rows for one in per_node), sum(one.rows for one in per_node)
-    cost = {form: traffic(part, form, nodes, max_rows, wire_format, network.sums) for form in (DENSE, FACTORS)}
-    seconds = {form: network.seconds(one.messages, one.in_sequence, adds=form == DENSE) for form, one in cost.items()}
+    cost = {form: traffic(part, form, nodes, max_rows, wire_format, network.collectives) for form in (DENSE, FACTORS)}
+    seconds = {form: network.seconds(one, adds=form == DENSE) for form, one in cost.items()}
     seconds[FACTORS] += max((total / one.rows - 1) * one.product_s for one in per_node)
-    return {form: one.num_bytes for form, one in cost.items()}, seconds
+    return {form: one.bytes for form, one in cost.items()}, seconds
 
 
 def reasons(models: Sequence[StepModel], network: NetworkModel, forms: Sequence[str]) -> list[str]:
@@ -215,24 +218,27 @@ def predict(models: Sequence[StepModel], network: NetworkModel, forms: Sequence[
         part, max_rows = models[0].parts[i], max(model.parts[i].rows for model in models)
         ratio = packed(part, forms[i], nodes, ways) if network.slow and not ways.every else 1.0
         # with compression an all-reduce of two nodes is a gather, which sends as many bytes as a ring
-        sent = traffic(part, forms[i], nodes, max_rows, wire_format, ring if ratio < 1 else network.sums)
-        packed_bytes += sent.num_bytes if ratio < 1 else 0.0
-        took_s = network.seconds(sent.messages, sent.in_sequence * ratio, adds=forms[i] == DENSE)
+        sent = traffic(part, forms[i], nodes, max_rows, wire_format, ring if ratio < 1 else network.collectives)
+        packed_bytes += sent.bytes if ratio < 1 else 0.0
+        if ratio < 1:
+            sent = CommCost(sent.steps, sent.bytes * ratio)
+        took_s = network.seconds(sent, adds=forms[i] == DENSE)
         start_s = max(link_free_s, ready_s)
         if ready_s - previous_ready_s > TCP_TIMEOUT_S:  # of computation; if the network was busy meanwhile, less
-            start_s = max(link_free_s, ready_s + network.slow_start_s(sent.in_sequence * ratio))
+            start_s = max(link_free_s, ready_s + network.slow_start_s(sent.in_sequence))
         wire_s += start_s - max(link_free_s, ready_s) + took_s
-        link_free_s, previous_ready_s, sent_bytes = start_s + took_s, ready_s, sent_bytes + sent.num_bytes * ratio
-    vote_s = network.seconds(nodes - 1, (nodes - 1) * VOTE_BYTES) if nodes > 1 else 0.0
+        link_free_s, previous_ready_s, sent_bytes = start_s + took_s, ready_s, sent_bytes + sent.bytes
+    vote_s = network.seconds(ring(nodes)(ALL_GATHER, VOTE_BYTES)) if nodes > 1 else 0.0
     vote_bytes: float = (nodes - 1) * VOTE_BYTES
     if ways.every:  # weights after an update, without overlap; a status all-reduce accompanies them
         vote_s, wire_s, sent_bytes, vote_bytes = (t / ways.every for t in (vote_s, wire_s, sent_bytes, vote_bytes))
     moving_s = (sent_bytes * network.cpu_s + packed_bytes * PACKING_S) / min(model.cores for model in models)
     norm_s = 0.0
     if nodes > 1 and ways.norm_sums:
-        sent = network.sums(nodes, ways.norm_numel, NORM_BYTES)
-        norm_s = network.seconds(ways.norm_sums * sent.messages, sent.in_sequence, adds=True)
-        vote_bytes += sent.num_bytes
+        sent = network.collectives(nodes)(SUM, ways.norm_numel * NORM_BYTES)
+        # they have all values together
+        norm_s = network.seconds(replace(sent, steps=ways.norm_sums * sent.steps), adds=True)
+        vote_bytes += sent.bytes
     rows = [model.rows for model in models]
     update_s = max(model.updating_s(forms, sum(rows) / model.rows - 1) for model in models)
     hidden_s = compute_s + moving_s + (min(model.forward_s for model in models) if ways.forward else 0.0)

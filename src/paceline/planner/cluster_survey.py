@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.costs import FACTORS
 from paceline.data.load_balance import fair_shares
 from paceline.planner.cluster_model import NetworkModel, Prediction, predict
 from paceline.planner.measure.trial import Trial
 from paceline.planner.plan_file import Plan, Row
-from paceline.planner.step_model import FACTORS, StepModel
+from paceline.planner.step_model import StepModel
 from paceline.planner.teams import EACH, FAILED, SHARED, Team, WhatIf
 
 UNMEASURED = NetworkModel(2e-4, 1.0, 3e-10, 6e-10, assumed=True)  # typical values; the user always gives the rate

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-DENSE, FACTORS = "dense", "factors"
+from paceline.costs import DENSE, FACTORS, ExchangeTraffic
+
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -38,27 +39,6 @@ class LayerTiming:
     def fits(self, num_rows: float) -> bool:
         """Whether factors of ``num_rows`` rows are no larger than the dense gradient."""
         return self.sides > 0 and num_rows > 0 and num_rows * self.sides <= self.numel
-
-
-@dataclass(frozen=True)
-class ExchangeTraffic:
-    """The communication pattern of an exchange and its codec. *Units*: bytes per value sent; 0: of the value's type.
-
-    ``factors``: fully-connected layers may be sent as factors. ``gathers``: gradients are all-gathered, and every node
-    sums them itself. ``every``: 0, or the period of weight averaging (local SGD), without gradients. ``forward``:
-    communication may overlap with the next forward pass. ``loses``: the codec is lossy, so its smaller size does not
-    count against factors. ``norm_sums``: all-reduces of synchronised batch norm per step; ``norm_numel``: their values.
-    """
-
-    factors: bool = True
-    dense_bytes: float = 0.0
-    factor_bytes: float = 0.0
-    gathers: bool = False
-    every: int = 0
-    forward: bool = False
-    loses: bool = False
-    norm_sums: int = 0
-    norm_numel: int = 0
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from paceline.messages import ALL_GATHER, FACTORS, SUM, Bucket, Collective, Roun
 
 HEAD = struct.Struct("<BQQ")
 PLAIN, WHOLE, SPARSE = range(3)
-SLOW_S = 4e-8  # per byte on the wire: from here packing pays (200 Mbit/s)
 MIN_BYTES = 1 << 14
 DENSE = 0.95  # of all numbers: where more are not zero, removing the zeros does not pay
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

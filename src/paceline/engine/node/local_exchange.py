@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract, messages, transport
+from paceline.costs import ExchangeTraffic
 from paceline.engine.node.local_group import POLL_S, LocalGroup
 from paceline.engine.node.shared_memory import SharedBuffers
 from paceline.messages import DENSE, FACTORS, Bucket, Decision, Gradient, StepOutcome, Tally, Target, Vote
@@ -70,6 +71,9 @@ class _Relay(contract.Exchange):
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> messages.CommCost:
         return self.exchange.cost(buckets, rows, size)
+
+    def traffic(self, dtype: torch.dtype) -> ExchangeTraffic:
+        return self.exchange.traffic(dtype)
 
 
 class LocalLeader(_Relay):

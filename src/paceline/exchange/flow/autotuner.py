@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.codec.encoding.packing import SLOW_S
 from paceline.contract import Codec
+from paceline.costs import SLOW_S, CostFunction, gathered, summed
 from paceline.exchange.flow import cost_model, send_order
-from paceline.exchange.flow.cost_model import CostFunction, Rates, choose, gathered, product, rounds_cost, summed
+from paceline.exchange.flow.cost_model import Rates, choose, product, rounds_cost
 from paceline.exchange.flow.wire_rates import LARGE_BYTES, SPAN, WireRates
 from paceline.messages import DENSE, FACTORS, Bucket, CommCost, Round, Vote
 

@@ -1,10 +1,9 @@
 """Communication cost of a layer as factors or dense: in bytes until link and multiplication are measured, then seconds.
 
-    dense      an all-reduce: on gloo's ring 2 (N - 1) messages, 2 (N - 1) / N n bytes
-    factors    an all-gather: 2 (N - 1) messages, (N - 1) rows (in + out) numbers, and all other ranks' rows to multiply
+    dense      an all-reduce
+    factors    an all-gather of rows (in + out) numbers, and all other ranks' rows to multiply
 
-The link reports the cost of both, which depends on its algorithms: MPI's differ from gloo's rings. The time of a
-step on several machines: `planner/cluster_model.py`.
+What these send: `paceline.costs`. The time of a step on several machines: `planner/cluster_model.py`.
 
 Time on the network counts in full, also where backward hides it: while all cores are busy, sending slows computing. A
 layer changes its form only where that saves much more than the noise of the measurements.
@@ -18,20 +17,17 @@ import operator
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from paceline.messages import ALL_GATHER, DENSE, FACTORS, SUM, Bucket, CommCost, Round
+from paceline import contract
+from paceline.costs import CostFunction, ExchangeTraffic, clearly_differ, gathered, ring, summed
+from paceline.messages import ALL_GATHER, DENSE, FACTORS, Bucket, CommCost, Round
 from paceline.transport import Link
 
-SAVES_S = 2e-3  # the least gain per step for which a layer changes its form
-SAVES = 0.2  # likewise, as a share of the layer's cost
 TRIAL_FLOPS = 1 << 26
-COUNT_BYTES = 8  # of a rank's number of rows
-
-CostFunction = Callable[[str, int], CommCost]  # the cost of an operation on so many bytes
 
 
 @dataclass(frozen=True)
@@ -46,17 +42,6 @@ class Rates:
         return cost.steps * self.latency + cost.in_sequence * self.per_byte + cost.flops * self.per_flop
 
 
-def ring(size: int) -> CostFunction:
-    """The cost of gloo's rings."""
-
-    def cost(operation: str, num_bytes: int) -> CommCost:
-        if operation != ALL_GATHER:
-            return CommCost(2 * (size - 1), 2 * (size - 1) / size * num_bytes)
-        return CommCost(size - 1, (size - 1) * num_bytes)
-
-    return cost
-
-
 def cost_of(link: Link, size: int) -> CostFunction:
     """The link's own cost function; that of a ring for another number of ranks, which the link does not know."""
     return link.cost if link.size == size else ring(size)
@@ -65,18 +50,6 @@ def cost_of(link: Link, size: int) -> CostFunction:
 def dense_cost(bucket: Bucket, size: int, link_cost: CostFunction | None = None) -> CommCost:
     """The cost of a sum, with 4 bytes per value."""
     return summed(4 * bucket.numel, size, link_cost)
-
-
-def summed(num_bytes: int, size: int, link_cost: CostFunction | None = None) -> CommCost:
-    # the measured time per byte includes the additions
-    return replace((link_cost or ring(size))(SUM, num_bytes), flops=0.0)
-
-
-def gathered(num_bytes: int, size: int, link_cost: CostFunction | None = None) -> CommCost:
-    """The cost of an all-gather of ``num_bytes`` of each rank, after one of the numbers of rows."""
-    cost = link_cost or ring(size)
-    rows = cost(ALL_GATHER, num_bytes)
-    return replace(rows, steps=cost(ALL_GATHER, COUNT_BYTES).steps + rows.steps)
 
 
 def rounds_cost(rounds: Sequence[Round], size: int, link_cost: CostFunction | None = None) -> CommCost:
@@ -90,6 +63,18 @@ def rounds_cost(rounds: Sequence[Round], size: int, link_cost: CostFunction | No
         return gathered(each.max_bytes, size, link_cost)
 
     return functools.reduce(operator.add, map(cost, rounds))
+
+
+def coded_traffic(codec: contract.Codec, buckets: Sequence[Bucket], dtype: torch.dtype) -> ExchangeTraffic:
+    """What a codec sends of such buckets, dense."""
+    # among three nodes: two may gather what more would sum
+    rounds = [each for bucket in buckets for each in codec.rounds(bucket, 3, dtype)]
+    return ExchangeTraffic(
+        factors=False,
+        dense_bytes=sum(each.max_bytes for each in rounds) / sum(bucket.numel for bucket in buckets),
+        gathers=any(each.operation == ALL_GATHER for each in rounds),
+        loses=codec.fidelity == "approximate",
+    )
 
 
 def factor_cost(
@@ -132,9 +117,9 @@ def choose(
         )
         if rates:
             whole, factors = costs(bucket) if costs else (whole, factors)
-            gain = rates.seconds(whole) - rates.seconds(factors)
-            if abs(gain) > max(SAVES_S, SAVES * max(rates.seconds(whole), rates.seconds(factors))):
-                return FACTORS if gain > 0 else DENSE
+            whole_s, factors_s = rates.seconds(whole), rates.seconds(factors)
+            if clearly_differ(whole_s, factors_s):
+                return FACTORS if factors_s < whole_s else DENSE
         if now:
             return now[bucket.index]
         return FACTORS if factors.bytes < whole.bytes else DENSE

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+from paceline.costs import SUM, CostFunction, ring
 from paceline.launch.doctor.examine import rounds
-from paceline.planner.cluster_model import NetworkModel, Sums, ring
+from paceline.planner.cluster_model import NetworkModel
 from paceline.transport import Link
 
 DEADLINE_S = 20.0
@@ -68,21 +69,22 @@ class NetworkMeasurement:
         pairs = tuple(Pair(**pair) for pair in fields["pairs"])
         return cls(**{**fields, "pairs": pairs, "sums": tuple(map(tuple, fields["sums"]))})
 
-    def model_for(self, ranks: Sequence[int], sums: Sums = ring) -> NetworkModel:
+    def model_for(self, ranks: Sequence[int], collectives: Callable[[int], CostFunction] = ring) -> NetworkModel:
         """The network between these ranks: the lowest bandwidth and the largest latency of any two of them."""
         pairs = [pair for pair in self.pairs if {pair.one, pair.other} <= set(ranks)]
         if not pairs:
-            return NetworkModel(0.0, float("inf"), sums=sums)
+            return NetworkModel(0.0, float("inf"), collectives=collectives)
         rate = min(pair.bytes_per_s for pair in pairs)
-        return NetworkModel(max(pair.latency_s for pair in pairs), rate, self._adding_s(sums), self.cpu_s, sums)
+        latency_s, adding_s = max(pair.latency_s for pair in pairs), self._adding_s(collectives(self.size))
+        return NetworkModel(latency_s, rate, adding_s, self.cpu_s, collectives)
 
-    def _adding_s(self, sums: Sums) -> float:
+    def _adding_s(self, cost: CostFunction) -> float:
         """Seconds per byte of an all-reduce of all ranks, in addition to its transfer time."""
         if len(self.sums) < 2 or self.size < 2:
             return 0.0
         sizes, seconds = zip(*self.sums, strict=True)
         way_s = 1 / min(pair.bytes_per_s for pair in self.pairs)
-        each = sums(self.size, LARGEST // 4, 4).in_sequence / LARGEST
+        each = cost(SUM, LARGEST).in_sequence / LARGEST
         return max(0.0, slope(sizes, seconds) / each - way_s)
 
 

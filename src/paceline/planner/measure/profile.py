@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.costs import ExchangeTraffic
 from paceline.launch.child_processes import ScratchFolder
 from paceline.launch.machine import Machine
 from paceline.planner.candidates import EngineSpec, JobFacts
 from paceline.planner.measure import fresh_process
-from paceline.planner.step_model import ExchangeTraffic, StepModel
+from paceline.planner.step_model import StepModel
 from paceline.registry import BASELINE
 from paceline.report.record import write_whole
 

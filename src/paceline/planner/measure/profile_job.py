@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from paceline.engine.compute import batch as batches_
 from paceline.engine.compute import timeline
 from paceline.engine.compute.precision import PRECISION
 from paceline.engine.node.optimizer_shards import division
-from paceline.messages import ALL_GATHER
 from paceline.planner.measure import layers, profiler, stopwatch
 from paceline.report.step_observer import StepObserver, StepSummary
 from paceline.step.run_state import RunState
@@ -94,23 +94,15 @@ def _facts(run: RunState, batch: GlobalBatch) -> profiler.ProfiledStep:
 
 
 def _exchange_traffic(run: RunState) -> dict[str, Any]:
-    """The communication pattern of this run's exchange and codec between equal nodes."""
-    exchange, numel = run.exchange, sum(bucket.numel for bucket in run.engine.buckets)
-    period, weights = getattr(exchange, "period", 0), run.engine.weights[0].dtype
+    """The communication pattern of this run between equal nodes."""
+    weights = run.engine.weights[0].dtype
     wide = PRECISION[run.engine.precision] or weights
-    codec = getattr(exchange, "codec", None)
-    # among three nodes: two may gather what more would sum
-    rounds = [each for bucket in run.engine.buckets for each in (codec.rounds(bucket, 3, weights) if codec else ())]
     synchronised = run.job.batch_norm == "sync"
     norms = [getattr(m, "num_features", 0) for m in over_batches(run.job.model).values() if synchronised]
-    return {
-        "factors": exchange.factors,
-        "dense_bytes": sum(each.max_bytes for each in rounds) / numel if codec else 0.0,
-        "factor_bytes": wide.itemsize,
-        "gathers": exchange.gathers or any(each.operation == ALL_GATHER for each in rounds),
-        "every": period,
-        "forward": exchange.overlap == "forward",
-        "loses": bool(codec and codec.fidelity == "approximate"),
-        "norm_sums": 2 * len(norms) * run.job.accumulate + bool(norms),  # and whether nodes have samples
-        "norm_numel": 4 * sum(norms) * run.job.accumulate,
-    }
+    whole = replace(
+        run.exchange.traffic(weights),
+        factor_bytes=wide.itemsize,
+        norm_sums=2 * len(norms) * run.job.accumulate + bool(norms),  # and whether nodes have samples
+        norm_numel=4 * sum(norms) * run.job.accumulate,
+    )
+    return asdict(whole)
