@@ -35,7 +35,15 @@ def found(schedules):
 
 @pytest.mark.parametrize(
     ("kind", "way"),
-    [(DEATH, "factors"), (DEATH, "topk"), (DELAY, "uneven"), (DEATH, "drifting"), (PARTITION, "factors")],
+    [
+        (DEATH, "factors"),
+        (DEATH, "topk"),
+        (DEATH, "lowrank"),
+        (DEATH, "qsgd"),
+        (DELAY, "uneven"),
+        (DEATH, "drifting"),
+        (PARTITION, "factors"),
+    ],
 )
 def test_without_a_mistake_nothing_is_found(kind, way):
     assert not found(struck(kind, way, 30))
@@ -63,7 +71,8 @@ def test_a_step_that_is_applied_before_all_know_the_vote(monkeypatch):
 
 def test_a_vote_that_is_told_in_a_meeting_and_applied_before_all_were_told(monkeypatch):
     """Planted: a partition strikes in the message that tells it, and one part of those who meet applies the step."""
-    compare, schedule = FaultTolerantControl._compare, Schedule.of(20448)
+    compare = FaultTolerantControl._compare
+    schedule = Schedule(20448, 6, {61: DELAY, 79: PARTITION, 105: DEATH}, "reproducible")
     assert not found([schedule])
     monkeypatch.setattr(FaultTolerantControl, "_compare", lambda self: (*compare(self)[:2], False))
     assert found([schedule])

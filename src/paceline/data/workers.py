@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.data.rng import OwnRng, seed_all
 from paceline.data.sources import Collated, Source, Stream, collate_items
+
+# of two threads that forked at the same moment both children ended by SIGSEGV inside of os.fork: seen twice under load
+_forking = threading.Lock()
+os.register_at_fork(after_in_child=lambda: _forking.release() if _forking.locked() else None)
 
 SHM_BYTES = 1 << 30  # with less shared memory than this (containers have 64 MB), samples are sent through pipes
 
@@ -39,7 +44,8 @@ class Prefetcher:
             collate_fn=_identity if _shm_is_large() else _as_bytes,
             **settings,
         )
-        self._iterator: Iterator[Any] | None = iter(loader)
+        with _forking:
+            self._iterator: Iterator[Any] | None = iter(loader)
         self._last: tuple[int, Any] = -1, None
 
     def __next__(self) -> Any:

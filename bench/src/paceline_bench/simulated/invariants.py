@@ -142,19 +142,21 @@ def _owed(schedule: Schedule, ranks: Sequence[Rank], first: Rank) -> Iterator[st
         for rank in ranks:
             took_part = [step for step, attempt in enumerate(attempts) if (attempt, bucket.index) in rank.offered]
             for step in took_part:
-                went -= rank.offered[attempts[step], bucket.index]
+                went -= rank.offered[attempts[step], bucket.index][0]
             if took_part:
-                went += _residual(rank, took_part[-1], attempts, bucket.index)
+                went += _residual(rank, ranks, took_part[-1], attempts[took_part[-1]], bucket.index)
         if not float(went.abs().max()) <= CLOSE:
             yield f"of {', '.join(bucket.names)} {float(went.abs().max()):.2g} was lost or applied twice"
 
 
-def _residual(rank: Rank, step: int, attempts: Sequence[Attempt], index: int) -> Tensor:
+def _residual(rank: Rank, ranks: Sequence[Rank], step: int, attempt: Attempt, index: int) -> Tensor:
     """What it owes after a step, in which it took part, whether it lived to know or not."""
-    if len(rank.applied) > step and rank.applied[step][0] == attempts[step]:
+    if len(rank.applied) > step and rank.applied[step][0] == attempt:
         return rank.owed[step][index]
-    before = rank.owed[step - 1][index] if step else None
-    values, context = rank.offered[attempts[step], index], StepContext(step, 0, 1)
-    (coded,), _ = in_process([rank.codec.run(rank.engine.buckets[index], values, (before, None), context)])
-    residual: Tensor = coded.state[0]
+    everyone, bucket = [each for each in ranks if (attempt, index) in each.offered], rank.engine.buckets[index]
+    runs = [
+        each.codec.run(bucket, *each.offered[attempt, index], StepContext(step, place, len(everyone)))
+        for place, each in enumerate(everyone)
+    ]
+    residual: Tensor = in_process(runs)[0][everyone.index(rank)].state[0]
     return residual

@@ -130,7 +130,8 @@ class Rank:
         self.attempt: Attempt = (0, 0)
         self.taken: dict[Attempt, list[int]] = {}
         self.applied: list[tuple[Attempt, int]] = []  # of each step: the attempt, a checksum of the weights
-        self.offered: dict[tuple[Attempt, int], Tensor] = {}  # by attempt and spec, where a codec owes something
+        # by attempt and bucket, where a codec owes something: the gradient, and the codec's state before
+        self.offered: dict[tuple[Attempt, int], tuple[Tensor, Any]] = {}
         self.owed: list[dict[int, Tensor]] = []  # after each step, by spec
         self.end = ""
 
@@ -156,7 +157,8 @@ class Rank:
         else:
             assert gradient.flat is not None
             flat = gradient.flat.clone()  # the exchange adds into it
-        self.offered[self.attempt, gradient.bucket.index] = flat
+        index = gradient.bucket.index
+        self.offered[self.attempt, index] = flat, self.exchange.memory[index]
 
     def regroup(self, news: ViewChange) -> None:
         run = self.run

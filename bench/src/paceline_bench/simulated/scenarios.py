@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.codec import feedback, half, none, topk
+from paceline.codec import feedback, half, lowrank, none, qsgd, topk
 from paceline.contract import Codec
 from paceline.data import sampler
 from paceline.data.load_balance import LoadBalancer, Reassignment
@@ -27,6 +27,7 @@ SAMPLES = (24, 31, 36)  # of a training: two steps, three of which the last is s
 SHARES = 6  # virtual ones: of seven ranks one has none
 IN, OUT = 64, 128  # so many numbers in float64 are large enough to travel as factors
 CLOSE, ROUNDED = 1e-9, 0.02  # to plain PyTorch, relative to the way gone: exact mathematics, and sums in 16 bits
+QUANTISED = 0.4  # likewise, sums of eight bits, of which each of eight ranks has fifteen levels
 ANYHOW = float("inf")  # what a codec owes comes later: another law holds
 CLIP = 0.1
 APART = 1e-13  # what two unlike processors may make of one number
@@ -40,6 +41,7 @@ class Way:
     share: int
     forms: str = "bytes"
     codec: Callable[[], Codec] = none.Codec
+    collectives: int = 2  # of both buckets in a step
     momentum: float = 0.9
     accumulate: int = 1
     uneven: bool = False  # nodes have unlike shares, which move after every step
@@ -54,9 +56,9 @@ class Way:
         return self.close == ANYHOW
 
     def num_messages(self, size: int, steps: int) -> int:
-        """Of an undisturbed training: two pieces, a vote and that all know it in each step, and one to end with."""
+        """Of an undisturbed training: gradients, a vote and that all know it in each step, and one to end with."""
         spreads = min(steps, QUIET) * (1 + 2 * size) if self.drifts else 0
-        return size * (4 * steps + 1) + spreads
+        return size * ((self.collectives + 2) * steps + 1) + spreads
 
 
 WAYS = {
@@ -67,6 +69,15 @@ WAYS = {
     "drifting": Way(2, drifts=True),
     "half": Way(2, codec=half.Codec, close=ROUNDED),
     "topk": Way(3, forms="dense", codec=lambda: feedback.Codec(topk.Codec(0.2)), momentum=0.0, close=ANYHOW),
+    "lowrank": Way(
+        3,
+        forms="dense",
+        codec=lambda: feedback.Codec(lowrank.Codec(2)),
+        collectives=3,
+        momentum=0.0,
+        close=ANYHOW,
+    ),
+    "qsgd": Way(2, forms="dense", codec=qsgd.Codec, collectives=4, close=QUANTISED),
     "reproducible": Way(2, virtual=True),
 }
 
