@@ -39,7 +39,7 @@ def job(name: str) -> tuple[Any, Any]:
 
 
 def work(engine: str, name: str) -> None:
-    """For each line of stdin: seconds of a step; of its passes together, and as predicted by those of the step before."""
+    """For each line of stdin: seconds of a step; of all its passes, and as predicted by those of the step before."""
     import torch
     from torch.nn import functional as F
 
@@ -70,7 +70,8 @@ def work(engine: str, name: str) -> None:
         whole_s, told_s, cuts = time.perf_counter() - begin, 0.0, []
         if isinstance(backward, Pipelined):
             made = SCHEDULES[pace.engine.schedule](2, pace.engine.num_micros)
-            told_s, cuts = step_s(made, lambda stage, one: before[stage, one]), backward.cuts
+            told_s = step_s(made, lambda stage, one, before=before: before[stage, one])
+            cuts = backward.cuts
         print(json.dumps([whole_s, spent[0], told_s, cuts]), flush=True)
     pace.close()
 

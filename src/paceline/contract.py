@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline import errors
-from paceline.costs import ExchangeTraffic
 from paceline.messages import (
     DENSE,
     Bucket,
     CodecRun,
     CommCost,
+    ExchangeTraffic,
     Gradient,
     Round,
     RowRange,

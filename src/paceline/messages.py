@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 import operator
 import struct
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # the planner uses these types without the seconds that importing torch takes
+    import torch
+    from torch import Tensor
 
-from paceline.costs import ALL_GATHER as ALL_GATHER
-from paceline.costs import DENSE as DENSE
-from paceline.costs import FACTORS as FACTORS
-from paceline.costs import MAX as MAX
-from paceline.costs import SUM as SUM
-from paceline.costs import CommCost as CommCost
+DENSE, FACTORS = "dense", "factors"
+SUM, MAX, ALL_GATHER = "sum", "max", "all-gather"
+
 
 RowRange = tuple[int, int]  # rows of a weight: (first, end); end 0: all rows
 
@@ -42,7 +41,7 @@ class Bucket:
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
-        return tuple(torch.Size(shape).numel() for shape in self.shapes)
+        return tuple(map(math.prod, self.shapes))
 
     @cached_property
     def numel(self) -> int:
@@ -124,6 +123,8 @@ class Gradient:
     @property
     def flat(self) -> Tensor | None:
         if self.grads is not None:
+            import torch
+
             parts = [grad.reshape(-1) for grad in self.grads]
             self._flat, self.grads = parts[0] if len(parts) == 1 else torch.cat(parts), None
         return self._flat
@@ -359,15 +360,39 @@ class Update:
         return Update(outcome.gradients, outcome.vote.used, rule, outcome.pending)
 
 
-def pack_frames(parts: Sequence[bytes]) -> bytes:
-    """Packs several messages into one, each with its length."""
-    return b"".join(struct.pack("<I", len(part)) + part for part in parts)
+@dataclass(frozen=True)
+class CommCost:
+    """*Units*: sequential messages, bytes sent per rank, floating-point operations per rank."""
+
+    steps: float
+    bytes: float
+    flops: float = 0.0
+
+    def __add__(self, other: CommCost) -> CommCost:
+        return CommCost(self.steps + other.steps, self.bytes + other.bytes, self.flops + other.flops)
+
+    @property
+    def in_sequence(self) -> float:
+        """Bytes on the critical path, where a rank waits for data of another."""
+        return self.bytes
 
 
-def unpack_frames(data: bytes) -> list[bytes]:
-    parts = []
-    while data:
-        (length,) = struct.unpack_from("<I", data)
-        parts.append(data[4 : 4 + length])
-        data = data[4 + length :]
-    return parts
+@dataclass(frozen=True)
+class ExchangeTraffic:
+    """The communication pattern of an exchange and its codec. *Units*: bytes per value sent; 0: of the value's type.
+
+    ``factors``: fully-connected layers may be sent as factors. ``gathers``: gradients are all-gathered, and every node
+    sums them itself. ``every``: 0, or the period of weight averaging (local SGD), without gradients. ``forward``:
+    communication may overlap with the next forward pass. ``loses``: the codec is lossy, so its smaller size does not
+    count against factors. ``norm_sums``: all-reduces of synchronised batch norm per step; ``norm_numel``: their values.
+    """
+
+    factors: bool = True
+    dense_bytes: float = 0.0
+    factor_bytes: float = 0.0
+    gathers: bool = False
+    every: int = 0
+    forward: bool = False
+    loses: bool = False
+    norm_sums: int = 0
+    norm_numel: int = 0

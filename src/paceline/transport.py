@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -339,3 +340,17 @@ class ViewChange:
         fields["joined"] = [Joiner(**each) for each in fields["joined"]]
         fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
         return cls(**fields)
+
+
+def pack_frames(parts: Sequence[bytes]) -> bytes:
+    """Packs several messages into one, each with its length."""
+    return b"".join(struct.pack("<I", len(part)) + part for part in parts)
+
+
+def unpack_frames(data: bytes) -> list[bytes]:
+    parts = []
+    while data:
+        (length,) = struct.unpack_from("<I", data)
+        parts.append(data[4 : 4 + length])
+        data = data[4 + length :]
+    return parts

@@ -30,8 +30,7 @@ from paceline.link import gloo as plain
 from paceline.link import memory, tls
 from paceline.link.net.store_server import RendezvousStore
 from paceline.link.net.ticket import JoinTicket
-from paceline.messages import pack_frames
-from paceline.transport import Joiner, Membership, View
+from paceline.transport import Joiner, Membership, View, pack_frames
 from waiting import until
 
 SECRET = b"of this run"

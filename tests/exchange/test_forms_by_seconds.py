@@ -8,11 +8,11 @@ import torch
 
 import ranks
 from nodes import HIDDEN, Rank, build, gap, reference, rows
-from paceline.costs import SAVES, SAVES_S, gathered, summed
 from paceline.exchange.allreduce import Exchange
 from paceline.exchange.flow import send_order
 from paceline.exchange.flow.autotuner import MIN_STEPS_IN_A_ROW
 from paceline.exchange.flow.cost_model import Rates, choose, dense_cost, factor_cost, multiplication
+from paceline.exchange.flow.costs import SAVES, SAVES_S, gathered, summed
 from paceline.exchange.flow.wire_rates import LARGE_BYTES, SPAN, WireRates
 from paceline.link import memory
 from paceline.link.gloo import Link as TorchLink

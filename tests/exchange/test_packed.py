@@ -10,10 +10,10 @@ from torch.nn import functional as F
 import ranks
 from nodes import HIDDEN, IN, OUT, Plain, Rank, build, rows
 from paceline.codec.encoding.packing import HEAD, WHOLE, fits, joined, pack, unpack
-from paceline.costs import SLOW_S
 from paceline.exchange.allreduce import Exchange
 from paceline.exchange.flow.autotuner import HIGH_BANDWIDTH_S, Autotuner
 from paceline.exchange.flow.control import Control
+from paceline.exchange.flow.costs import SLOW_S
 from paceline.exchange.flow.wire_rates import SPAN
 from paceline.link.memory import Members
 from paceline.messages import DENSE, FACTORS, Bucket, CommCost, Decision, Gradient, Vote

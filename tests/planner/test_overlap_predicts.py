@@ -22,11 +22,12 @@ from cluster import Cluster
 from machines import needs_cluster, needs_tun
 from nodes import OPTIMIZERS, build, rows
 from paceline.codec.encoding import packing
-from paceline.costs import DENSE, FACTORS, SAVES, SAVES_S, SLOW_S, SUM, ExchangeTraffic, ring
 from paceline.engine import sequential
 from paceline.engine.compute.timeline import record
+from paceline.exchange.flow.costs import SAVES, SAVES_S, SLOW_S, ring
 from paceline.link import memory
 from paceline.link.net.collective_run import Collective, names
+from paceline.messages import DENSE, FACTORS, SUM, ExchangeTraffic
 from paceline.planner.cluster import collectives_by
 from paceline.planner.cluster_model import VOTE_BYTES, NetworkModel, predict
 from paceline.planner.measure import network as measuring

@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import paceline
-from paceline.costs import ExchangeTraffic
 from paceline.data import batches
 from paceline.data.sampler import Assignment
 from paceline.engine import sequential
 from paceline.engine.compute.timeline import record
 from paceline.job import Job
 from paceline.launch.machine import survey
+from paceline.messages import ExchangeTraffic
 from paceline.planner import plan_cache, planner
 from paceline.planner.candidates import JobFacts, split
 from paceline.planner.cost_model import CALL_S, HANDOVER_S, MESSAGES, PROCESS_SYNC_S, STEP_S, THREAD_SYNC_S, predicted_s

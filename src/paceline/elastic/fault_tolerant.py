@@ -37,7 +37,7 @@ from typing import NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from paceline import messages, transport
+from paceline import transport
 from paceline.errors import LinkError
 from paceline.exchange.flow.control import Control, counted
 from paceline.messages import Decision, StepOutcome, Tally, Target, Vote
@@ -88,14 +88,14 @@ class FaultTolerantControl(transport.Control):
 
     def _vote(self, vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
         def ended(votes: bytes) -> StepOutcome:
-            return finish(counted(messages.unpack_frames(votes)))
+            return finish(counted(transport.unpack_frames(votes)))
 
         try:
             outcome = self.control.vote(vote, finish)
         except LinkError as error:
             return self._rejoin(str(error), ended) or self._retry()
         if self.size > 1:
-            self._end(messages.pack_frames(self.control.ballots))
+            self._end(transport.pack_frames(self.control.ballots))
             self._all_know()
         else:
             self._end(b"")
@@ -124,7 +124,7 @@ class FaultTolerantControl(transport.Control):
         return list(struct.unpack(shape, self._repeat(lambda: struct.pack(shape, *self.control.all_reduce(values)))))
 
     def all_gather(self, *parts: bytes) -> list[bytes]:
-        return messages.unpack_frames(self._repeat(lambda: messages.pack_frames(self.control.all_gather(*parts))))
+        return transport.unpack_frames(self._repeat(lambda: transport.pack_frames(self.control.all_gather(*parts))))
 
     def _repeat(self, operation: Callable[[], bytes]) -> bytes:
         while True:
@@ -207,10 +207,10 @@ class FaultTolerantControl(transport.Control):
 
     def _exchange(self, number: int, rows: int) -> list[tuple[int, bytes, int]]:
         """Each one's (operations completed, result of the last one, rows)."""
-        mine = messages.pack_frames([NUMBERS.pack(number, rows), self.last_result])
+        mine = transport.pack_frames([NUMBERS.pack(number, rows), self.last_result])
         packed = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         parts = self.members.link.all_gather(packed, "comparing operation numbers").wait()
-        reports = [messages.unpack_frames(bytes(part.numpy())) for part in parts]
+        reports = [transport.unpack_frames(bytes(part.numpy())) for part in parts]
         numbers = [NUMBERS.unpack(head) for head, _ in reports]
         return [(number, result, rows) for (number, rows), (_, result) in zip(numbers, reports, strict=True)]
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from paceline import contract, messages, transport
 from paceline.codec.encoding.packing import MIN_BYTES, packed
-from paceline.costs import ExchangeTraffic
 from paceline.exchange.flow.autotuner import FORMS, PACKED, Autotuner
 from paceline.exchange.flow.cost_model import choose, coded_traffic, cost_of, dense_cost, factor_cost
 from paceline.exchange.flow.send_queue import InFlight, SendQueue, StepSends
@@ -32,6 +31,7 @@ from paceline.messages import (
     Collective,
     CommCost,
     Decision,
+    ExchangeTraffic,
     Gradient,
     StepContext,
     StepOutcome,

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from paceline import contract, transport
-from paceline.costs import ExchangeTraffic
 from paceline.exchange import local_sgd
 from paceline.exchange.flow.cost_model import coded_traffic, cost_of, rounds_cost
 from paceline.exchange.flow.together import over_link
-from paceline.messages import Bucket, CommCost, StepContext, Target
+from paceline.messages import Bucket, CommCost, ExchangeTraffic, StepContext, Target
 
 
 class Exchange(local_sgd.Exchange):

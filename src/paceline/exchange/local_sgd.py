@@ -17,9 +17,19 @@ import torch
 from torch import Tensor
 
 from paceline import contract, transport
-from paceline.costs import ExchangeTraffic
 from paceline.exchange.flow.cost_model import cost_of, dense_cost
-from paceline.messages import DENSE, Bucket, CommCost, Decision, Gradient, StepOutcome, Tally, Target, Vote
+from paceline.messages import (
+    DENSE,
+    Bucket,
+    CommCost,
+    Decision,
+    ExchangeTraffic,
+    Gradient,
+    StepOutcome,
+    Tally,
+    Target,
+    Vote,
+)
 
 # samples since the last average; the stop signal; seconds per step: busy, and those of them that are fixed
 REPORT = struct.Struct("<dBdd")

@@ -17,11 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.costs import ExchangeTraffic, gathered
 from paceline.exchange import allreduce
 from paceline.exchange.flow.cost_model import cost_of
+from paceline.exchange.flow.costs import gathered
 from paceline.exchange.flow.tree_sums import Span, add_up, spans
-from paceline.messages import ALL_GATHER, DENSE, Bucket, Coded, Collective, CommCost, Gradient, StepContext
+from paceline.messages import (
+    ALL_GATHER,
+    DENSE,
+    Bucket,
+    Coded,
+    Collective,
+    CommCost,
+    ExchangeTraffic,
+    Gradient,
+    StepContext,
+)
 
 HEAD = 3  # values before the sums: the number of shares in all, this rank's first share and its last + 1
 

@@ -18,10 +18,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.costs import SUM, CostFunction, ring
+from paceline.exchange.flow.costs import CostFunction, ring
 from paceline.launch.ask_hosts import RemoteQuery
 from paceline.launch.child_processes import ScratchFolder
 from paceline.launch.hosts import Host
+from paceline.messages import SUM
 from paceline.planner import plan_cache
 from paceline.planner import planner as planning
 from paceline.planner.cluster_model import NetworkModel

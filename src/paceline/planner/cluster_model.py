@@ -22,20 +22,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from paceline.costs import (
-    ALL_GATHER,
-    DENSE,
-    FACTORS,
-    SLOW_S,
-    SUM,
-    CommCost,
-    CostFunction,
-    ExchangeTraffic,
-    clearly_differ,
-    gathered,
-    ring,
-    summed,
-)
+from paceline.exchange.flow.costs import SLOW_S, CostFunction, clearly_differ, gathered, ring, summed
+from paceline.messages import ALL_GATHER, DENSE, FACTORS, SUM, CommCost, ExchangeTraffic
 from paceline.planner.step_model import LayerTiming, StepModel
 
 VOTE_BYTES = 1024  # of the status all-reduce that ends a step

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.costs import FACTORS
 from paceline.data.load_balance import fair_shares
+from paceline.messages import FACTORS
 from paceline.planner.cluster_model import NetworkModel, Prediction, predict
 from paceline.planner.measure.trial import Trial
 from paceline.planner.plan_file import Plan, Row

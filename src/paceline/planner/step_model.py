@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.costs import DENSE, FACTORS, ExchangeTraffic
+from paceline.messages import DENSE, FACTORS, ExchangeTraffic
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 

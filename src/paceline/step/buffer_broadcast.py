@@ -13,8 +13,7 @@ import torch
 from paceline.contract import Engine
 from paceline.engine.compute.input_snapshot import sparse
 from paceline.exchange.flow import broadcast
-from paceline.messages import pack_frames, unpack_frames
-from paceline.transport import Control
+from paceline.transport import Control, pack_frames, unpack_frames
 
 
 def broadcast_buffers(model: torch.nn.Module, engine: Engine, control: Control) -> None:

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from paceline.contract import GlobalBatch
 from paceline.engine.compute.forward_state import Moving
-from paceline.messages import Decision, StepOutcome, Vote, pack_frames, unpack_frames
+from paceline.messages import Decision, StepOutcome, Vote
 from paceline.report.log import log
 from paceline.report.step_observer import StepObserver
 from paceline.step.run_state import RunState
+from paceline.transport import pack_frames, unpack_frames
 
 PRESENT = b"1"
 STATISTICS = ("mean", "var", "std")

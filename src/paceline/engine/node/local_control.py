@@ -18,8 +18,8 @@ from paceline import transport
 from paceline.engine.node.local_exchange import LocalFollower, LocalLeader, encoded
 from paceline.engine.node.local_group import LocalGroupError
 from paceline.errors import LinkError
-from paceline.messages import StepOutcome, Tally, Target, Vote, pack_frames, unpack_frames
-from paceline.transport import Joiner, ViewChange
+from paceline.messages import StepOutcome, Tally, Target, Vote
+from paceline.transport import Joiner, ViewChange, pack_frames, unpack_frames
 
 HANDING, ADDING, GATHERING, SPREADING, TAKING = (
     "broadcasting within the node",

@@ -20,10 +20,20 @@ import torch
 from torch import Tensor
 
 from paceline import contract, messages, transport
-from paceline.costs import ExchangeTraffic
 from paceline.engine.node.local_group import POLL_S, LocalGroup
 from paceline.engine.node.shared_memory import SharedBuffers
-from paceline.messages import DENSE, FACTORS, Bucket, Decision, Gradient, StepOutcome, Tally, Target, Vote
+from paceline.messages import (
+    DENSE,
+    FACTORS,
+    Bucket,
+    Decision,
+    ExchangeTraffic,
+    Gradient,
+    StepOutcome,
+    Tally,
+    Target,
+    Vote,
+)
 
 
 class _Relay(contract.Exchange):

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from paceline.contract import Codec
-from paceline.costs import SLOW_S, CostFunction, gathered, summed
 from paceline.exchange.flow import cost_model, send_order
 from paceline.exchange.flow.cost_model import Rates, choose, product, rounds_cost
+from paceline.exchange.flow.costs import SLOW_S, CostFunction, gathered, summed
 from paceline.exchange.flow.wire_rates import LARGE_BYTES, SPAN, WireRates
 from paceline.messages import DENSE, FACTORS, Bucket, CommCost, Round, Vote
 

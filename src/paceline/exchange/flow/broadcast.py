@@ -11,8 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from paceline.messages import pack_frames, unpack_frames
-from paceline.transport import Control
+from paceline.transport import Control, pack_frames, unpack_frames
 
 
 def plant(model: torch.nn.Module, control: Control, own: Control, assignment: tuple[int, int]) -> None:

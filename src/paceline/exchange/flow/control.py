@@ -15,8 +15,8 @@ from torch import Tensor
 
 from paceline import transport
 from paceline.errors import CheckpointError
-from paceline.messages import StepOutcome, Tally, Vote, pack_frames, unpack_frames
-from paceline.transport import Membership
+from paceline.messages import StepOutcome, Tally, Vote
+from paceline.transport import Membership, pack_frames, unpack_frames
 
 # broadcasts copy bytes, so a type of the same width serves: no network library knows all of torch's types
 TYPES = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}

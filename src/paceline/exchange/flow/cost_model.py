@@ -3,7 +3,7 @@
     dense      an all-reduce
     factors    an all-gather of rows (in + out) numbers, and all other ranks' rows to multiply
 
-What these send: `paceline.costs`. The time of a step on several machines: `planner/cluster_model.py`.
+What these send: `flow/costs.py`. The time of a step on several machines: `planner/cluster_model.py`.
 
 Time on the network counts in full, also where backward hides it: while all cores are busy, sending slows computing. A
 layer changes its form only where that saves much more than the noise of the measurements.
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.costs import CostFunction, ExchangeTraffic, clearly_differ, gathered, ring, summed
-from paceline.messages import ALL_GATHER, DENSE, FACTORS, Bucket, CommCost, Round
+from paceline.exchange.flow.costs import CostFunction, clearly_differ, gathered, ring, summed
+from paceline.messages import ALL_GATHER, DENSE, FACTORS, Bucket, CommCost, ExchangeTraffic, Round
 from paceline.transport import Link
 
 TRIAL_FLOPS = 1 << 26

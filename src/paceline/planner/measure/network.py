@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from paceline.costs import SUM, CostFunction, ring
+from paceline.exchange.flow.costs import CostFunction, ring
 from paceline.launch.doctor.examine import rounds
+from paceline.messages import SUM
 from paceline.planner.cluster_model import NetworkModel
 from paceline.transport import Link
 

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.costs import ExchangeTraffic
 from paceline.launch.child_processes import ScratchFolder
 from paceline.launch.machine import Machine
+from paceline.messages import ExchangeTraffic
 from paceline.planner.candidates import EngineSpec, JobFacts
 from paceline.planner.measure import fresh_process
 from paceline.planner.step_model import StepModel
