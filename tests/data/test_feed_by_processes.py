@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from feeding import Counted, Failing, Noisy, run, seats
 from paceline.data import workers
 from paceline.data.batches import batches
 from paceline.data.sampler import Assignment, permutation
+from paceline.data.workers import Prefetcher
 
 
 def children() -> list[psutil.Process]:
@@ -168,3 +172,33 @@ def test_a_killed_trainer_is_noticed_at_once_though_its_processes_live_a_moment_
         assert here.recv(1) == b""  # the end of the socket: nobody else holds it
         here.close()
     assert not psutil.wait_procs(readers, timeout=20)[1]
+
+
+class Collecting(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        gc.collect()
+        return torch.tensor(index)
+
+
+@pytest.mark.timeout(60)
+def test_what_only_this_process_can_end_is_no_garbage_of_one_that_reads():
+    """Story: a reading process collected an abandoned link, whose threads it does not have, and hung or died."""
+
+    class Cycle:
+        pass
+
+    gc.collect()
+    gc.disable()
+    try:
+        cycle = Cycle()
+        cycle.itself, cycle.group = cycle, dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
+        del cycle
+        reading = Prefetcher(Collecting(), range(4), 1, {})
+        assert [int(reading.take(i)) for i in range(4)] == [0, 1, 2, 3]
+        reading.close()
+    finally:
+        gc.enable()
+        gc.collect()

@@ -6,11 +6,12 @@ augmentation does not depend on the process that makes it.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import shutil
 import signal
 import stat
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,10 +20,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.data.rng import OwnRng, seed_all
 from paceline.data.sources import Collated, Source, Stream, collate_items
-
-# of two threads that forked at the same moment both children ended by SIGSEGV inside of os.fork: seen twice under load
-_forking = threading.Lock()
-os.register_at_fork(after_in_child=lambda: _forking.release() if _forking.locked() else None)
 
 SHM_BYTES = 1 << 30  # with less shared memory than this (containers have 64 MB), samples are sent through pipes
 
@@ -44,7 +41,7 @@ class Prefetcher:
             collate_fn=_identity if _shm_is_large() else _as_bytes,
             **settings,
         )
-        with _forking:
+        with _no_collection():
             self._iterator: Iterator[Any] | None = iter(loader)
         self._last: tuple[int, Any] = -1, None
 
@@ -136,6 +133,19 @@ class Windows(IterableDataset[Any]):
                 raise ValueError(f"the stream gave {num_read} samples in epoch {epoch}; one batch is the minimum")
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A process forked within collects no garbage before `_WorkerInit`. Among that of this process may be what only it
+    can end, such as an abandoned link: its destructor waits for threads that a fork does not have, or crashes."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class _WorkerInit:
     """Initialises a worker process."""
 
@@ -143,6 +153,8 @@ class _WorkerInit:
         self.user_init = user_init
 
     def __call__(self, number: int) -> None:
+        gc.freeze()  # what there was before the fork is never collected here
+        gc.enable()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
         _close_sockets()
