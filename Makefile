@@ -10,7 +10,7 @@ RECORD ?= benchmarks/$(shell date +%F)_$(shell nproc)-cores_chaos-simulated
 help:
 	@echo "make train   set up, then train the embedded sample the fastest way this machine allows"
 	@echo "make test    set up, then run the tests"
-	@echo "make test-gpu the tests of training, with models on a GPU (sequential training, nodes, lost nodes)"
+	@echo "make test-gpu the tests with models on a GPU, where one is"
 	@echo "make test-dear the tests that do not fit into its ten minutes"
 	@echo "make test-all both"
 	@echo "make chaos   100,000 simulated trainings under faults, on RECORD=benchmarks/..., half an hour or so"

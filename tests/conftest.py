@@ -36,6 +36,16 @@ def no_handler_is_left() -> Iterator[None]:
     assert left == (signal.default_int_handler, signal.SIG_DFL)
 
 
+def pytest_configure() -> None:
+    if os.environ.get("PACELINE_TEST_DEVICE", "cpu") != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise pytest.UsageError(
+                f"PACELINE_TEST_DEVICE asks for models on a GPU, and torch {torch.__version__} sees none; unset it"
+            )
+
+
 MISSED = pytest.StashKey[list[str]]()
 
 

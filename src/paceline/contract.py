@@ -295,7 +295,6 @@ class ExchangeTraits:
     uses_codec = True
     factors: bool = False  # gradients of fully-connected layers may be sent as factors
     fixed_order: bool = False  # sums are bit-equal for any assignment of shares to nodes
-    gathers: bool = False  # all-gathers the gradients, which each rank adds up
     factor_codec: Codec | None = None  # of factors that are sent; None: the exact one
     overlap = "backward"  # "forward": a step ends with the vote, and its gradients arrive during the next
     overlaps: tuple[str, ...] = ("backward",)
@@ -364,7 +363,7 @@ class Exchange(ExchangeTraits):
 
     def traffic(self, dtype: torch.dtype) -> ExchangeTraffic:
         """What it sends for gradients, or weights, of this type: for the planner's predictions."""
-        return ExchangeTraffic(factors=self.factors, gathers=self.gathers)
+        return ExchangeTraffic(factors=self.factors)
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ranks
-from device import of_cpus
+from device import waits_in_backward
 from nodes import IN, OPTIMIZERS, Normed, Plain, Rank, build, gap, reference, rows
 from paceline import transport
 from paceline.checkpoint import codec_state, transfer
@@ -225,7 +225,7 @@ def test_with_a_codec_the_replicas_stay_equal(codec):
         assert all(torch.equal(value, left[1][1][name]) for name, value in left[0][1].items())
 
 
-@of_cpus
+@waits_in_backward
 def test_with_batch_norm_over_everyone():
     model = build(Normed)
     for number in (1, 2, 3, 7, 12):

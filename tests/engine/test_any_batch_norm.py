@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 import ranks
-from device import of_cpus
+from device import waits_in_backward
 from nodes import HIDDEN, IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
 from paceline.engine.checks.norm_layers import over_batches, own_statistics
 from paceline.engine.compute.sync_batch_norm import SyncBatchNorm
@@ -140,7 +140,7 @@ def model(kind):
     return made
 
 
-@of_cpus
+@waits_in_backward
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shares", [(3, 1), (1, 0, 2)])
 def test_nodes_equal_one_process(kind, shares):

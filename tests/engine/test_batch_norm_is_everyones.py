@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ranks
-from device import DEVICE, of_cpus
+from device import DEVICE, waits_in_backward
 from nodes import Rank, build, gap, reference, rows
 from paceline.engine.compute.sync_batch_norm import SyncBatchNorm
 from paceline.engine.node.in_step_reduce import InStepReduce
@@ -81,7 +81,7 @@ def whole():
     return reference(build(Normed), batches(), optimizer)
 
 
-@of_cpus
+@waits_in_backward
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_replicas_equal_one_process(size, whole):
     rank = Rank(world(1)[0], build(Normed), optimizer, engine=Replicas(size), batch_norm="sync")
@@ -92,7 +92,7 @@ def test_replicas_equal_one_process(size, whole):
     assert int(rank.state()["norm.num_batches_tracked"]) == len(batches())
 
 
-@of_cpus
+@waits_in_backward
 @pytest.mark.parametrize("shares", [(1, 1), (3, 1), (1, 0, 2), (0, 0, 1)])
 @pytest.mark.parametrize("engine", [None, Replicas])
 def test_nodes_equal_one_process(shares, engine, whole):
@@ -112,7 +112,7 @@ def test_nodes_equal_one_process(shares, engine, whole):
         assert gap(state, whole[0]) < 1e-10
 
 
-@of_cpus
+@waits_in_backward
 def test_24_rows_here_and_8_there_are_32_in_one_process():
     data, model = [rows(32, seed) for seed in range(4)], build(Normed)
     want, want_losses = reference(model, data, optimizer)
@@ -223,7 +223,7 @@ def test_an_error_in_one_process_reaches_those_who_wait_for_its_rows(fails):
     assert "failed in the step: 'a row that cannot be computed'" in str(heard[1 - fails])
 
 
-@of_cpus
+@waits_in_backward
 def test_an_error_in_one_replica_ends_those_who_wait_for_its_rows():
     class Failing(Normed):
         def forward(self, x):

@@ -10,7 +10,7 @@ from torch import nn
 
 import paceline
 import ranks
-from device import of_cpus
+from device import waits_in_backward
 from nodes import Rank, Whole, build, gap, reference, rows
 from paceline import contract
 from paceline.errors import NotFinite
@@ -175,7 +175,7 @@ class Normal(nn.Module):
         return self.second(self.norm(self.first(x)))
 
 
-@of_cpus
+@waits_in_backward
 def test_a_bad_gradient_is_told_by_all_at_one_place_of_the_step():
     """Story: one rank raised NotFinite before a layer of batch norm, the others waited in it for its rows."""
     model = build(Normal)

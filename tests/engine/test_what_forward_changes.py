@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import paceline
 import ranks
-from device import DEVICE, of_cpus
+from device import DEVICE, of_cpus, waits_in_backward
 from nodes import HIDDEN, IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
 from paceline.engine.replicas import Engine as Replicas
 from paceline.engine.reproducible import Engine as Virtual
@@ -331,7 +331,7 @@ def test_tracked_statistics_of_instances_are_refused_by_name():
     ranks.run(2, work)
 
 
-@of_cpus
+@waits_in_backward
 def test_a_codebook_beside_synchronised_batch_norm_is_not_refused():
     data = [rows(24, seed) for seed in range(3)]
     states = on_nodes(2, build(Codebook), data, batch_norm="sync", buffers="broadcast")

@@ -9,7 +9,7 @@ from norms import Normed, optimizer
 from torch.nn import functional as F
 
 import ranks
-from device import of_cpus
+from device import waits_in_backward
 from nodes import MODELS, OPTIMIZERS, Plain, Rank, Whole, build, gap, reference, rows
 from paceline.data import sampler
 from paceline.data.batches import batches
@@ -51,7 +51,7 @@ def test_24_and_8_rows_are_32(kind, shares):
         assert train(model, shares)[0][2].count(FACTORS) == 2
 
 
-@of_cpus
+@waits_in_backward
 @pytest.mark.parametrize("engine", [None, lambda: Replicas(2)])
 def test_24_and_8_rows_are_32_for_batch_norm_too(engine):
     model = build(Normed)
@@ -75,7 +75,7 @@ def test_weights_averaged_at_every_step_are_weighted_by_rows(shares):
         assert gap(state, want) < 1e-11
 
 
-@of_cpus
+@waits_in_backward
 def test_waiting_for_others_in_the_middle_of_a_step_is_not_a_nodes_own_time():
     """Batch norm over everyone makes both nodes end together; the one that sleeps is known all the same."""
     seen = []

@@ -10,6 +10,8 @@ import torch
 CHOICE = "PACELINE_TEST_DEVICE"
 DEVICE = torch.device(os.environ.get(CHOICE, "cpu"))
 of_cpus = pytest.mark.skipif(DEVICE.type != "cpu", reason="it is about models on the CPU")
+# torch runs all backward passes of a GPU in one thread, in which ranks that are threads would wait for each other
+waits_in_backward = pytest.mark.skipif(DEVICE.type != "cpu", reason="ranks are threads, and wait in backward")
 
 
 def on_the_cpu(engine: str) -> dict[str, str]:

@@ -150,11 +150,12 @@ class _WorkerInit:
     """Initialises a worker process."""
 
     def __init__(self, user_init: Callable[[int], Any] | None):
-        self.user_init = user_init
+        self.user_init, self.collects = user_init, gc.isenabled()
 
     def __call__(self, number: int) -> None:
         gc.freeze()  # what there was before the fork is never collected here
-        gc.enable()
+        if self.collects:
+            gc.enable()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
         _close_sockets()

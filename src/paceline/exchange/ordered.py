@@ -40,7 +40,7 @@ class Exchange(allreduce.Exchange):
     """Sends gradients as they are."""
 
     overlaps = ("backward",)
-    uses_codec, gathers, fixed_order = False, True, True
+    uses_codec, fixed_order = False, True
 
     def __init__(self) -> None:
         super().__init__(DENSE, "never")

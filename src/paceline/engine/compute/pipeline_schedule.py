@@ -12,7 +12,7 @@ all updates after the last backward pass.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -106,5 +106,9 @@ def table(schedule: Schedule) -> str:
 
 
 if __name__ == "__main__":
-    stages, micros, schedule = sys.argv[1:]
-    print(table(SCHEDULES[schedule](int(stages), int(micros))))
+    parser = argparse.ArgumentParser(description="Prints the table of a pipeline's schedule.")
+    parser.add_argument("stages", type=int, choices=range(1, 65), metavar="STAGES")
+    parser.add_argument("micros", type=int, choices=range(1, 257), metavar="MICRO-BATCHES")
+    parser.add_argument("schedule", choices=SCHEDULES)
+    asked = parser.parse_args()
+    print(table(SCHEDULES[asked.schedule](asked.stages, asked.micros)))

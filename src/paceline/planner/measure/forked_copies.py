@@ -5,6 +5,7 @@ They are forked before torch starts its thread pool, so that each can start its 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -26,6 +27,7 @@ class ForkedCopies:
         self.deadline = deadline
         self.connections: list[socket.socket] = []
         self.pids: list[int] = []
+        gc.freeze()  # copies collect none of what only this process can end
         for _ in range(count):
             parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with warnings.catch_warnings():
