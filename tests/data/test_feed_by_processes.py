@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -202,3 +203,59 @@ def test_what_only_this_process_can_end_is_no_garbage_of_one_that_reads():
     finally:
         gc.enable()
         gc.collect()
+
+
+class Unhurried:
+    """Requests: those of the first thread are made while the second begins, whose processes start after the first's."""
+
+    def __init__(self, waits_for, begun, seconds):
+        self.waits_for, self.begun, self.seconds = waits_for, begun, seconds
+
+    def __iter__(self):
+        self.begun.set()
+        if self.seconds is None:
+            self.waits_for.wait(5)
+        return self
+
+    def __next__(self):
+        if self.seconds is not None:
+            self.waits_for.wait(self.seconds)
+        return 0
+
+
+@pytest.mark.timeout(60)
+def test_nor_where_two_threads_start_processes_at_once(tmp_path):
+    """Story: one thread turned collection on again before the processes of the other had started."""
+    here, frozen, thresholds = os.getpid(), gc.get_freeze_count(), gc.get_threshold()
+
+    def collected(phase, info):
+        if os.getpid() != here and gc.get_freeze_count() <= frozen:
+            (tmp_path / "early").touch()
+
+    one_is_there, two_begins, never = threading.Event(), threading.Event(), threading.Event()
+
+    def one():
+        feeds.append(Prefetcher(Collecting(), Unhurried(two_begins, never, 0.5), 1, {}))
+        one_is_there.set()
+
+    def two():
+        feeds.append(Prefetcher(Collecting(), Unhurried(one_is_there, two_begins, None), 1, {}))
+
+    feeds: list[Prefetcher] = []
+    gc.callbacks.append(collected)
+    gc.set_threshold(1)
+    try:
+        threads = [threading.Thread(target=each) for each in (one, two)]
+        threads[0].start()
+        time.sleep(0.1)
+        threads[1].start()
+        for thread in threads:
+            thread.join(30)
+        assert [int(next(feed)) for feed in feeds] == [0, 0]
+    finally:
+        gc.callbacks.remove(collected)
+        gc.set_threshold(*thresholds)
+        for feed in feeds:
+            feed.close()
+    assert gc.isenabled()
+    assert not (tmp_path / "early").exists()

@@ -133,6 +133,7 @@ def test_asking_for_a_stack_while_garbage_is_collected_stops_nobody():
 
 FORKED = """
 import gc, os, sys, threading, time
+from paceline.data import collection
 from paceline.report import activity
 
 looking = threading.Event()
@@ -148,7 +149,7 @@ thread.start()
 looking.wait()
 child = os.fork()
 if not child:
-    os._exit(10 * gc.isenabled() + activity._LOCK.acquire(timeout=1.0))
+    os._exit(10 * gc.isenabled() + collection._lock.acquire(timeout=1.0))
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 

@@ -6,7 +6,6 @@ augmentation does not depend on the process that makes it.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import shutil
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from paceline.data.collection import collection_off
 from paceline.data.rng import OwnRng, seed_all
 from paceline.data.sources import Collated, Source, Stream, collate_items
 
@@ -31,17 +31,17 @@ class Prefetcher:
         self, dataset: Dataset[Any], requests: Iterable[Any] | None, num_processes: int, options: dict[str, Any]
     ):
         settings = {"multiprocessing_context": "fork", **options}
-        settings["worker_init_fn"] = _WorkerInit(settings.get("worker_init_fn"))
-        loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_size=None,
-            sampler=requests,
-            num_workers=num_processes,
-            generator=torch.Generator(),  # not the global one, which training uses
-            collate_fn=_identity if _shm_is_large() else _as_bytes,
-            **settings,
-        )
-        with _no_collection():
+        with collection_off() as collects:
+            settings["worker_init_fn"] = _WorkerInit(settings.get("worker_init_fn"), collects)
+            loader: DataLoader[Any] = DataLoader(
+                dataset,
+                batch_size=None,
+                sampler=requests,
+                num_workers=num_processes,
+                generator=torch.Generator(),  # not the global one, which training uses
+                collate_fn=_identity if _shm_is_large() else _as_bytes,
+                **settings,
+            )
             self._iterator: Iterator[Any] | None = iter(loader)
         self._last: tuple[int, Any] = -1, None
 
@@ -133,24 +133,11 @@ class Windows(IterableDataset[Any]):
                 raise ValueError(f"the stream gave {num_read} samples in epoch {epoch}; one batch is the minimum")
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """A process forked within collects no garbage before `_WorkerInit`. Among that of this process may be what only it
-    can end, such as an abandoned link: its destructor waits for threads that a fork does not have, or crashes."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 class _WorkerInit:
     """Initialises a worker process."""
 
-    def __init__(self, user_init: Callable[[int], Any] | None):
-        self.user_init, self.collects = user_init, gc.isenabled()
+    def __init__(self, user_init: Callable[[int], Any] | None, collects: bool):
+        self.user_init, self.collects = user_init, collects
 
     def __call__(self, number: int) -> None:
         gc.freeze()  # what there was before the fork is never collected here

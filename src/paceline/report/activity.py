@@ -6,7 +6,6 @@ The report names the waiting rank, its step and operation, the absent ranks, and
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from paceline.data.collection import collection_off
 from paceline.report.log import log
 
 MIN_S, MAX_S = 4.0, 60.0
@@ -119,22 +119,11 @@ class Activity:
         return self.stack() + self.siblings()
 
 
-_LOCK = threading.Lock()
-# a child that was forked while garbage collection is disabled would never enable it
-os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
-
-
 def _frames() -> Mapping[int, FrameType]:
     """The frames of all threads. A garbage collection during the call that frees a threading.local would deadlock this
     thread on a lock that it holds, and with it all other threads (Python before 3.12.1, gh-106883)."""
-    with _LOCK:
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            return sys._current_frames()
-        finally:
-            if enabled:
-                gc.enable()
+    with collection_off():
+        return sys._current_frames()
 
 
 class At:
