@@ -69,7 +69,7 @@ def work(engine: str, name: str) -> None:
         pace.step(batch)
         whole_s, told_s, cuts = time.perf_counter() - begin, 0.0, []
         if isinstance(backward, Pipelined):
-            made = SCHEDULES[pace.engine.schedule](2, pace.engine.num_micros)
+            made = SCHEDULES[pace.engine.local_step.schedule](2, pace.engine.local_step.num_micros)
             told_s = step_s(made, lambda stage, one, before=before: before[stage, one])
             cuts = backward.cuts
         print(json.dumps([whole_s, spent[0], told_s, cuts]), flush=True)

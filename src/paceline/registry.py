@@ -112,6 +112,11 @@ def head(text: str) -> tuple[str, str]:
     return name, argument
 
 
+def heads(text: str) -> list[tuple[str, str]]:
+    """(name, argument) of a method, then of the one inside: of "processes:2/pipeline:4+bf16" those of both."""
+    return [head(part) for part in text.partition("+")[0].split("/")]
+
+
 def says(room: str, name: str, trait: str) -> Any:
     """The literal value of the plug-in's class attribute, else of its base class, else of the interface.
 
@@ -180,8 +185,9 @@ def _made(room: str, name: str, maker: Any, args: Any, options: dict[str, Any]) 
     try:
         inspect.signature(maker).bind(*args, **options)
     except TypeError as error:
-        accepted = ", ".join(inspect.signature(maker).parameters) or "no options"
-        raise ValueError(f"{room} {name!r}: {error}; it accepts: {accepted}") from None
+        parameters = inspect.signature(maker).parameters
+        what = f"it has no {room} inside" if "inner" in options and "inner" not in parameters else error
+        raise ValueError(f"{room} {name!r}: {what}; it accepts: {', '.join(parameters) or 'no options'}") from None
     return maker(*args, **options)
 
 
@@ -196,8 +202,8 @@ def parse(room: str, text: str) -> Any:
             f"package.module:Class[:option,...][/inner]"
         )
     given = own[3] if own else match[2] if match else ""
-    args: list[Any] = [parse(room, inner)] if inner else []
-    options: dict[str, Any] = {}
+    args: list[Any] = []
+    options: dict[str, Any] = {"inner": parse(room, inner)} if inner else {}
     for word in given.split(",") if given else ():
         key, equals, value = word.partition("=")
         if equals:

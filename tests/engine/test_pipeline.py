@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import paceline
 import ranks
 from device import of_cpus
-from nodes import HIDDEN, IN, MODELS, OPTIMIZERS, OUT, Normed, Plain, Rank, build, gap, reference, rows
+from nodes import HIDDEN, IN, MODELS, OPTIMIZERS, OUT, Normed, Plain, Rank, Wide, build, gap, reference, rows
 from paceline.engine import pipeline, sequential
 from paceline.engine.compute.pipeline_schedule import (
     BACKWARD,
@@ -24,7 +24,8 @@ from paceline.engine.compute.pipeline_schedule import (
     step_s,
     table,
 )
-from paceline.registry import find
+from paceline.engine.compute.precision import Numerics
+from paceline.registry import find, parse
 
 pytestmark = of_cpus
 BATCH = 24
@@ -127,6 +128,21 @@ def test_every_model_equals_plain_pytorch(kind, clip, exchange):
     ((state, found),) = train(lambda: pipeline.Engine(2, 3), model, "momentum", clip=clip, exchange=exchange)
     assert gap(state, want) < 1e-11
     assert found == pytest.approx(losses, rel=1e-12)
+
+
+def test_nor_do_micro_batches_share_rounded_weights():
+    """Story: under autocast torch keeps them for all threads, and a stage's gradients were added in another."""
+    model, data = build(Wide, torch.float32), [rows(BATCH, seed, torch.float32) for seed in range(12)]
+
+    def rounded(engine):
+        engine.numerics = Numerics.parse(["bf16"])
+        return engine
+
+    ((want, losses),) = train(lambda: rounded(sequential.Engine()), model, "momentum", data, accumulate=4)
+    cut = partial(pipeline.Engine, 2, 4, cut="second")
+    ((state, found),) = train(lambda: rounded(cut()), model, "momentum", data)
+    assert losses == found
+    assert same(state, want)
 
 
 class Steep(Plain):
@@ -288,6 +304,18 @@ def test_an_error_of_one_micro_batch_is_the_error_of_the_step_and_the_next_step_
 def test_wrong_options_are_refused(engine, said):
     with pytest.raises(ValueError, match=said):
         pipeline.Engine(**engine)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("threads:2/pipeline:2", "engine 'threads': it has no engine inside; it accepts: num_threads"),
+        ("processes:2/replicas:2", "computed by pipeline alone, not by 'replicas'"),
+    ],
+)
+def test_an_engine_is_inside_of_none_that_has_none(text, said):
+    with pytest.raises(ValueError, match=said):
+        parse("engine", text)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,9 @@
 """A model in a wrapper that communicates by itself: the module inside is trained, or it is refused by name."""
 
+import gc
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -126,8 +130,13 @@ def within(model):
     ],
 )
 def test_who_divides_parameters_or_adds_up_by_itself_is_refused_by_name(alone, wrap, said):
-    with pytest.raises(ValueError, match=f"^join: .*{said}.*give join.. the plain model"):
-        join(wrap(cases.Net()))
+    # torch keeps a DTensor's process group in the thread that used it; whatever another thread forks later would die of
+    # ending the group's threads, which a fork does not have
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(ValueError, match=f"^join: .*{said}.*give join.. the plain model"),
+    ):
+        pool.submit(lambda: join(wrap(cases.Net()))).result()
 
 
 def test_fsdp_around_a_model_is_refused_by_name(alone):
@@ -169,3 +178,16 @@ def test_an_optimizer_inside_backward_is_refused_by_name():
     _apply_optimizer_in_backward(torch.optim.SGD, model.second.parameters(), {"lr": 0.1})
     with pytest.raises(ValueError, match=r"parameter 'second\.weight' is updated inside backward"):
         join(model)
+
+
+def test_none_of_its_process_groups_outlives_a_test():
+    """Story: processes of a DataLoader, many tests later, died in `os.fork`."""
+
+    def fork():
+        if not (child := os.fork()):
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    gc.collect()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(fork).result(10) == 0

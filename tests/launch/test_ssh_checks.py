@@ -170,8 +170,10 @@ def test_every_host_has_the_configuration_of_its_slots_or_the_plan():
     hosts = parse("a:4,b:2,c")
     assert configurations(hosts, "") == ["processes:4", "processes:2", ""]
     assert configurations(hosts, "threads+bf16") == ["threads:4+bf16", "threads:2+bf16", "threads+bf16"]
-    planned = {"a": "processes:4/stages:2"}
-    assert configurations(hosts, "threads:2", planned) == ["processes:4/stages:2", "threads:2", "threads:2"]
+    planned = {"a": "processes:4/pipeline:2"}
+    assert configurations(hosts, "threads:2", planned) == ["processes:4/pipeline:2", "threads:2", "threads:2"]
+    hybrid = ["processes:4/pipeline:2+bf16", "processes:2/pipeline:2+bf16", "processes/pipeline:2+bf16"]
+    assert configurations(hosts, "processes/pipeline:2+bf16") == hybrid
     assert configurations(parse("a:1"), "threads:4") == ["threads:4"], "one process"
 
 

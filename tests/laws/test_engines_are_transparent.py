@@ -47,7 +47,11 @@ def launch(engine, num_nodes, folder, *cases):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture(scope="module", params=[("processes:2", 1), ("processes:3", 1), ("sequential", 2), ("processes:2", 2)])
+HYBRID = "processes:2/pipeline:2,micros=2,cut=head"
+PARAMS = [("processes:2", 1), ("processes:3", 1), ("sequential", 2), ("processes:2", 2), (HYBRID, 1), (HYBRID, 2)]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def trained(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     extra = ["plain,sgd,0,periodic:1,none", "plain,momentum,0,allreduce,feedback/topk:keep=1.0", REFUSED, ROUNDED]
@@ -55,7 +59,7 @@ def trained(request, tmp_path_factory):
     return folder
 
 
-@pytest.mark.dear("trained0", "trained1", "trained2", "plain,momentum,0,allreduce,none")
+@pytest.mark.dear("trained0", "trained1", "trained2", "trained4", "plain,momentum,0,allreduce,none")
 @pytest.mark.parametrize("case", CASES)
 def test_processes_and_nodes_equal_one_process(trained, case):
     kind, optimizer, clip, *_ = case.split(",")
@@ -78,13 +82,13 @@ def in_float32(output, target):
     return torch.nn.functional.cross_entropy(output.float(), target)
 
 
-@pytest.mark.dear("trained0", "trained2", "trained1")
+@pytest.mark.dear("trained0", "trained1", "trained2", "trained4")
 @pytest.mark.parametrize("case", [CASES[0], MICRO, ROUNDED])
 def test_factors_are_used_between_processes(trained, case):
     assert json.loads((trained / f"{case}.json").read_text())["forms"].count("factors") == 2
 
 
-@pytest.mark.dear("trained2", "trained1", "trained0")
+@pytest.mark.dear("trained0", "trained1", "trained2", "trained4")
 def test_rounded_to_bf16_they_are_near_autocast(trained):
     """Within 0.5 %: everyone's rows are rounded as before, but their factors are multiplied in float32."""
     batches = [rows(21, seed, torch.float32) for seed in range(5)]
@@ -96,14 +100,14 @@ def test_rounded_to_bf16_they_are_near_autocast(trained):
     assert gap(got, exact) > 1e-5, "nothing was rounded"
 
 
-@pytest.mark.dear("trained2", "trained1", "trained0")
+@pytest.mark.dear("trained0", "trained1", "trained2", "trained4")
 def test_weights_averaged_every_step_are_all_reduce(trained):
     batches = [rows(21, seed) for seed in range(5)]
     want, _ = reference(build(), batches, OPTIMIZERS["sgd"])
     assert gap(load_file(trained / "plain,sgd,0,periodic:1,none.safetensors"), want) < 1e-11
 
 
-@pytest.mark.dear("trained2", "trained1", "trained0")
+@pytest.mark.dear("trained0", "trained1", "trained2", "trained4")
 def test_steps_refused_by_one_process_are_redone_by_all(trained):
     batches = [rows(21, seed) for seed in range(5)]
     want, losses = reference(build(), batches, OPTIMIZERS["momentum"], 0.05)
@@ -113,7 +117,7 @@ def test_steps_refused_by_one_process_are_redone_by_all(trained):
     assert gap(load_file(trained / f"{REFUSED}.safetensors"), want) < 1e-11
 
 
-@pytest.mark.dear("trained2", "trained1", "trained0")
+@pytest.mark.dear("trained0", "trained1", "trained2", "trained4")
 def test_a_codec_that_keeps_everything_is_no_codec(trained):
     batches = [rows(21, seed) for seed in range(5)]
     want, _ = reference(build(), batches, OPTIMIZERS["momentum"])

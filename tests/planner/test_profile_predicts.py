@@ -343,6 +343,22 @@ def test_stages_compute_at_once_but_for_the_first_and_last_micro_batches():
     assert predicted_s("pipeline:2", profile, 2) == pytest.approx(want_s)
 
 
+def test_a_hybrid_is_both():
+    """Two processes of 16 rows each, in 8 micro-batches of two stages: all four stages compute at once."""
+    profile = dataclasses.replace(MADE_UP, layers_s={**MADE_UP.layers_s, "1/2/4//0": 0.03})
+    both, processes = (split(row, 4) for row in ("processes:2/pipeline:2+fused", "processes:2+fused"))
+    assert (both.copies, both.stages, both.at_once, both.threads, both.processes, both.words) == (
+        *(2, 2, 4, 1, 2),
+        ("fused",),
+    )
+    alone_s = predicted_s(
+        "processes:2", dataclasses.replace(profile, layers_s={**profile.layers_s, "2/16/2//0": 0.1}), 4
+    )
+    want_s = alone_s - 0.1 * 1.2 + 0.03 * 1.2 * 9 / 2 + 16 * HANDOVER_S
+    assert predicted_s("processes:2/pipeline:2", profile, 4) == pytest.approx(want_s)
+    assert processes.stages == 1
+
+
 def test_one_thread_on_all_rows_lies_on_the_line_through_fewer_rows():
     """Reading the weights costs the same however many rows there are: 20 ms here, and 10 ms a row."""
     times = {**MADE_UP.layers_s, "1/4/1//0": 0.06}

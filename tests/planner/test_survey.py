@@ -71,13 +71,16 @@ def test_of_several_limits_the_least_counts(tmp_path, monkeypatch, order):
         ("processes:4+fused", EngineSpec("processes", 4, 2, ("fused",))),
         ("replicas:16", EngineSpec("replicas", 16, 1, ())),
         ("pipeline:2", EngineSpec("pipeline", 1, 4, (), 2)),
+        ("processes:2/pipeline:2+fused", EngineSpec("processes", 2, 2, ("fused",), 2)),
     ],
 )
 def test_a_row_is_taken_apart(row, way):
     assert split(row, 8) == way
 
 
-@pytest.mark.parametrize("row", ["", "+bf16", "threads:0", "threads:two", "threads:2+", "threads:2+half", "a b"])
+@pytest.mark.parametrize(
+    "row", ["", "+bf16", "threads:0", "threads:two", "threads:2+", "threads:2+half", "a b", "processes:2/threads:2"]
+)
 def test_what_is_no_row_is_told_the_words(row):
     with pytest.raises(ValueError, match=r"not of the form ENGINE.*options: bf16"):
         split(row, 8)
@@ -121,6 +124,8 @@ def test_engines_that_do_not_exist_and_more_copies_than_rows_are_no_candidates()
     machine = Machine(cores=4, physical_cores=4)
     assert candidates("exact", machine, JobFacts(rows=8), ("threads",)) == ["sequential", "threads:4"]
     assert candidates("exact", machine, JobFacts(rows=3), ("processes",)) == ["sequential", "threads:4", "processes:2"]
+    found = candidates("exact", machine, JobFacts(rows=16), ("processes",))
+    assert found == ["sequential", "threads:4", "processes:4", "processes:2", "pipeline:4", "processes:2/pipeline:2"]
     on_gpu = candidates("exact", machine, JobFacts(rows=8, device="cuda"), ENGINES)
     assert on_gpu == ["sequential", "sequential+bf16", "sequential+fp16"]
 

@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -35,13 +36,16 @@ from paceline import transport
 from paceline.contract import Exchange, Loss
 from paceline.engine import sequential
 from paceline.engine.compute.batch import leaves
+from paceline.engine.compute.forward_state import Moving
 from paceline.engine.compute.gradient_hooks import Backward, Call
 from paceline.engine.compute.gradient_hooks import Pass as State
+from paceline.engine.compute.local_step import LocalStep
 from paceline.engine.compute.matmul import make_substitutable, substitute
 from paceline.engine.compute.pipeline_schedule import BACKWARD, FORWARD, MICROS, SCHEDULES, Pass, Schedule
+from paceline.engine.compute.precision import Numerics
 from paceline.engine.compute.rng import ThreadRng, seeds
 from paceline.engine.node import affinity, cgroup_limits
-from paceline.messages import Bucket, Gradient, Vote
+from paceline.messages import Bucket, Gradient
 
 TIMEOUT_S = 1800.0  # for the passes before this one
 PRESET = "preset"
@@ -49,17 +53,37 @@ Compute = Callable[[], Tensor | None]
 
 
 class Engine(sequential.Engine):
-    """``micros``: micro-batches of a batch, 4 per stage by default. ``cut``: the names of the modules with which the
-    stages after the first begin, separated by semicolons; "preset": those of the model's ``pipeline_cuts``, which has
-    them by the number of stages."""
+    """Its options are those of `Stages`."""
 
-    defers_updates = False
+    defers_updates, composes = False, True
     counts = "stage"
     # else OpenMP's threads spin after the update, on the cores that the stages need then
     environment: Mapping[str, str] = {"OMP_WAIT_POLICY": "passive"}
 
     def __init__(self, num_stages: int = 2, micros: int = 0, schedule: str = "1f1b", cut: str = ""):
         super().__init__()
+        stages = Stages(num_stages, micros, schedule, cut)
+        self.local_step = stages if num_stages > 1 else self.local_step
+
+    def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
+        if self.local_step.num_micros > 1:  # threads of the update
+            self.num_threads = affinity.share(0, 1, os.sched_getaffinity(0), allowed=cgroup_limits.cores())[1]
+        super().open(model, optimizer, loss, metric)
+
+    def local_exchange(
+        self, exchange: Exchange, control: transport.Control, alone: bool, activity: transport.Waits
+    ) -> tuple[Exchange, transport.Control]:
+        found = super().local_exchange(exchange, control, alone, activity)
+        self.backward.watch()
+        return found
+
+
+class Stages(LocalStep):
+    """``micros``: micro-batches of a batch, 4 per stage by default. ``cut``: the names of the modules with which the
+    stages after the first begin, separated by semicolons; "preset": those of the model's ``pipeline_cuts``, which has
+    them by the number of stages."""
+
+    def __init__(self, num_stages: int, micros: int, schedule: str, cut: str):
         for name, value, least in (("k", num_stages, 1), ("micros", micros, 0)):
             if not (isinstance(value, int) and value >= least):
                 raise ValueError(f"engine 'pipeline:k' needs a whole number {name} >= {least}, got {value!r}")
@@ -70,30 +94,21 @@ class Engine(sequential.Engine):
             raise ValueError(f"engine 'pipeline:{num_stages}' has {num_stages - 1} cuts, cut={cut!r} has {len(cuts)}")
         self.num_stages, self.num_micros = num_stages, micros or MICROS * num_stages
         self.schedule, self.cuts = schedule, cuts
+        self.backward: Pipelined | None = None
 
-    def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
-        if self.num_stages > 1:
-            self._check_model(model)
-        self.divided = self.divided or self.num_stages > 1
-        super().open(model, optimizer, loss, metric)
-        if self.num_stages > 1:
-            self.num_threads = affinity.share(0, 1, os.sched_getaffinity(0), allowed=cgroup_limits.cores())[1]
-            torch.set_num_threads(self.num_threads)  # of the update
-
-    def _hooked(self, model: nn.Module) -> Backward:
-        if self.num_stages == 1:
-            return super()._hooked(model)
-        cpus, allowed = os.sched_getaffinity(0), cgroup_limits.cores()
+    def hooked(self, model: nn.Module, numerics: Numerics) -> Backward:
+        cpus, allowed = os.sched_getaffinity(0), -(-cgroup_limits.cores() // self.num_processes)
         parts = [affinity.share(i, self.num_stages, cpus, allowed=allowed) for i in range(self.num_stages)]
-        return Pipelined(model, SCHEDULES[self.schedule], parts, self.cuts)
+        self.backward = Pipelined(model, SCHEDULES[self.schedule], parts, self.cuts)
+        return self.backward
 
-    def _check_model(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module, numerics: Numerics) -> None:
         if any(each.device.type != "cpu" for each in model.parameters()):
             raise ValueError(
                 f"engine 'pipeline:{self.num_stages}' divides the cores of a processor into stages, and the model lies "
                 f"on {next(model.parameters()).device}; use another engine, or a model on the CPU"
             )
-        if self.numerics.compile:
+        if numerics.compile:
             raise ValueError("engine 'pipeline' cuts a model between its modules, and a compiled one has none")
         names = dict(model.named_modules())
         if self.cuts == [PRESET] and PRESET not in names:
@@ -107,31 +122,20 @@ class Engine(sequential.Engine):
         if missing := [name for name in self.cuts if name not in names]:
             raise ValueError(f"engine 'pipeline' is to cut before {missing[0]!r}, which is no module of this model")
 
-    def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
-        if self.num_stages > 1 and self.moving.of_frozen():
+    def check_step(self, moving: Moving) -> None:
+        if moving.of_frozen():
             raise ValueError(
                 "engine 'pipeline' computes several micro-batches at once, and forward of this model changes weights "
                 "that do not train, such as a momentum encoder's; use another engine"
             )
-        vote = super().gradient(batch, scale, forms, offer)
-        if isinstance(self.backward, Pipelined) and self.backward.found:
-            self.hint, self.backward.found = self.backward.found, ""
-        return vote
 
-    def local_exchange(
-        self, exchange: Exchange, control: transport.Control, alone: bool, activity: transport.Waits
-    ) -> tuple[Exchange, transport.Control]:
-        found = super().local_exchange(exchange, control, alone, activity)
-        self.backward.watch()
-        return found
+    def check_sync_norm(self) -> None:
+        raise ValueError("batch_norm='sync' needs all rows of a batch at once, not engine 'pipeline'")
 
-    def sync_norm(self, link: transport.Link | None) -> None:
-        if self.num_stages > 1:
-            raise ValueError("batch_norm='sync' needs all rows of a batch at once, not engine 'pipeline'")
-        super().sync_norm(link)
-
-    def _split(self, batch: Any, parts: int) -> list[Any]:
-        return super()._split(batch, parts * self.num_micros if self.num_stages > 1 else parts)
+    def found(self) -> str:
+        assert self.backward
+        text, self.backward.found = self.backward.found, ""
+        return text
 
 
 class Pipelined(Backward):
@@ -199,7 +203,10 @@ class Pipelined(Backward):
         try:
             own.turns, own.number, own.stage, own.forward = turns, number, 0, True
             self._enter_stage(FORWARD)
-            with torch.autocast("cpu", dtype, cast), torch.set_grad_enabled(grads), ThreadRng(seed):
+            # all threads have one cache of rounded weights: backward would compute those of another micro-batch's
+            # forward in any stage
+            rounds = torch.autocast("cpu", dtype, cast, cache_enabled=False)
+            with rounds, torch.set_grad_enabled(grads), ThreadRng(seed):
                 scalar = compute()
                 if own.stage != last:
                     raise ValueError(f"forward did not call {self.cuts[own.stage]!r}, before which the pipeline is cut")
@@ -271,8 +278,9 @@ class Pipelined(Backward):
     def _timed(self, forms: Sequence[str], offer: Callable[[Gradient], None], *computes: Compute) -> State:
         """The step without a pipeline. The last micro-batch is timed, module by module."""
         begins, span = defaultdict[str, list[float]](list), [0.0, 0.0]
+        fit = {name for name, _ in self._model.named_modules() if name}  # modules that each micro-batch calls once
 
-        def timed() -> Tensor | None:
+        def timed(compute: Compute) -> Tensor | None:
             begins.clear()
             hooks = [
                 module.register_forward_pre_hook(lambda *_, name=name: begins[name].append(time.perf_counter()))
@@ -281,14 +289,15 @@ class Pipelined(Backward):
             ]
             span[0] = time.perf_counter()
             try:
-                return computes[-1]()
+                return compute()
             finally:
                 span[1] = time.perf_counter()
+                fit.intersection_update(name for name, found in begins.items() if len(found) == 1)
                 for hook in hooks:
                     hook.remove()
 
-        state = super().run(forms, offer, *computes[:-1], timed)
-        once = {name: found[0] for name, found in begins.items() if len(found) == 1}
+        state = super().run(forms, offer, *(partial(timed, compute) for compute in computes))
+        once = {name: begins[name][0] for name in fit}
         for stage in range(1, len(self._parts)):
             wanted = span[0] + (span[1] - span[0]) * stage / len(self._parts)
             free = [name for name in once if not self.cuts or once[name] > once[self.cuts[-1]]]

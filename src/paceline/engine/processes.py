@@ -35,17 +35,28 @@ from paceline.engine.node.local_group import LocalGroup
 from paceline.engine.node.optimizer_shards import OptimizerShards
 from paceline.engine.node.shared_memory import SharedBuffers
 from paceline.messages import Gradient, RowRange, Update
-from paceline.registry import THREADS
+from paceline.registry import THREADS, names, says
 
 
 class Engine(sequential.Engine):
-    """One of k processes. Reads LOCAL_RANK and LOCAL_WORLD_SIZE, which launchers set."""
+    """One of k processes. Reads LOCAL_RANK and LOCAL_WORLD_SIZE, which launchers set.
+
+    ``inner``: an engine that computes the gradient of each process's rows, as in "processes:2/pipeline:2".
+    """
 
     defers_updates = False  # the processes of a node update together
     counts, starts_processes = "copy", True
 
-    def __init__(self, num_processes: int = 2):
+    def __init__(self, num_processes: int = 2, inner: contract.Engine | None = None):
         super().__init__()
+        if inner is not None and not (inner.composes and isinstance(inner, sequential.Engine)):
+            raise ValueError(
+                f"engine 'processes:k/...' can have the gradient of each process computed by "
+                f"{' or '.join(each for each in names('engine') if says('engine', each, 'composes'))} alone, not by "
+                f"{type(inner).__module__.rpartition('.')[2]!r}"
+            )
+        self.inner = inner
+        self.local_step = inner.local_step if inner else self.local_step
         if not (isinstance(num_processes, int) and num_processes >= 1):
             raise ValueError(f"engine 'processes:k' needs a whole number k >= 1, got {num_processes!r}")
         self.num_processes = num_processes
@@ -69,6 +80,7 @@ class Engine(sequential.Engine):
         self._cpus = os.sched_getaffinity(0)
         self._own_cpus, self.num_threads = affinity.share(rank, size, self._cpus, allowed=cgroup_limits.cores())
         affinity.move(self._cpus, self._own_cpus)
+        self.local_step.num_processes = size
         try:
             super().open(model, optimizer, loss, metric)
             self._share()

@@ -29,8 +29,9 @@ from paceline.engine.compute import matmul, optimizer_step, rng, state_store
 from paceline.engine.compute.batch import call, counted, divisible, filled, judged, mapped, samples, split, target
 from paceline.engine.compute.deferred_update import DeferredUpdate
 from paceline.engine.compute.forward_state import Moving
-from paceline.engine.compute.gradient_hooks import Backward, Pass
+from paceline.engine.compute.gradient_hooks import Pass
 from paceline.engine.compute.input_snapshot import InputSnapshot, dense, solidify
+from paceline.engine.compute.local_step import LocalStep
 from paceline.engine.compute.loss_divisor import Means, labels_of
 from paceline.engine.compute.optimizer_step import Factored, finish, laid_out_as, optimizer_takes_factors
 from paceline.engine.compute.precision import Numerics
@@ -54,6 +55,7 @@ class Engine(contract.Engine):
 
     def __init__(self) -> None:
         self.num_threads = 1
+        self.local_step = LocalStep()
         self.numerics = Numerics()
         self.call_model: Callable[[nn.Module, Any], Any] = call
         self._step_number, self._least, self._full = 0, 1, 0
@@ -70,6 +72,8 @@ class Engine(contract.Engine):
 
     def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
         optimizer_step.refuse_closures(optimizer)
+        self.local_step.check(model, self.numerics)
+        self.divided = self.divided or self.local_step.num_micros > 1
         solidify(model)
         self.optimizer_takes_factors = optimizer_takes_factors(optimizer)
         if self.optimizer_takes_factors:
@@ -80,7 +84,7 @@ class Engine(contract.Engine):
         self.numerics.prepare(model, optimizer)
         if not self.numerics.compile:
             matmul.install(model)
-        self.backward = self._hooked(model)
+        self.backward = self.local_step.hooked(model, self.numerics)
         self.backward.rounded = self.numerics.precision != "fp32"
         self.buckets, self.names = self.backward.buckets, self.backward.names
         self.device = self.weights[0].device
@@ -93,9 +97,6 @@ class Engine(contract.Engine):
         self.moving = Moving(model)
         parameters = self.backward.parameters
         self._deferred = DeferredUpdate(model, optimizer, parameters, lambda update: self._apply(update)[0])
-
-    def _hooked(self, model: nn.Module) -> Backward:
-        return Backward(model, hook_layers=not self.numerics.compile)
 
     @property
     def weights(self) -> Sequence[Tensor]:  # type: ignore[override]
@@ -151,6 +152,7 @@ class Engine(contract.Engine):
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
         start, batch = time.perf_counter(), filled(batch)
         self._check_parameters()
+        self.local_step.check_step(self.moving)
         vote = Vote()
         if self._keeps:
             self._inputs.capture(batch)
@@ -188,12 +190,14 @@ class Engine(contract.Engine):
                 self.wait_pending()  # as processes with rows do: all raise its errors at the same place
             state = self.backward.run(forms, offer, *(partial(next_part, part) for part in parts))
         self.moving.end()
+        self.hint = self.local_step.found() or self.hint
         if self._keeps:
             self._inputs.check()
         vote.finite = math.isfinite(vote.loss_sum)
         return self._voted(vote, state, start)
 
     def _split(self, batch: Any, parts: int) -> list[Any]:
+        parts *= self.local_step.num_micros
         if parts == 1 and self.num_local_samples is not None:
             return [batch]
         return split(batch, parts, self._least if divisible(batch, self.num_local_samples) < self._full else 1)
@@ -347,6 +351,7 @@ class Engine(contract.Engine):
             reducer.reopen(link)
 
     def _sum_norms(self, reducer: InStepReduce) -> None:
+        self.local_step.check_sync_norm()
         layers = SyncBatchNorm(self.model)
         layers.convert(reducer.total, reducer.inside)
         reducer.receive, self._in_step, self._sync_norms = layers.receive, reducer.step, layers.computing

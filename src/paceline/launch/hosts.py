@@ -134,11 +134,12 @@ def configurations(hosts: Sequence[Host], requested: str, planned: Mapping[str, 
     for host in hosts:
         engine = planned.get(host.name, requested)
         base, plus, numerics = engine.partition("+")
+        outer, slash, inner = base.partition("/")
         name, count = head(engine)
         if not engine:
             engine = f"{PROCESSES}:{host.slots}" if (host.slots or 1) > 1 else ""
-        elif host.slots is not None and says("engine", name, "counts") in COUNTED and base == name:
-            engine = f"{name}:{host.slots}{plus}{numerics}"
+        elif host.slots is not None and says("engine", name, "counts") in COUNTED and outer == name:
+            engine = f"{name}:{host.slots}{slash}{inner}{plus}{numerics}"
         elif host.slots not in (None, num_processes(engine)) and count != str(host.slots):
             faults.append(f"-H asks for {host.slots} on {host.name}, {engine!r} for another number; leave one out")
         found.append(engine)

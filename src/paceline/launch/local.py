@@ -39,7 +39,7 @@ _reserved = deque[int]()  # descriptors of the sockets that `free_port` keeps op
 
 
 def num_processes(engine: str) -> int:
-    """The number of processes of an engine such as "processes:4" or "processes:2/stages:2"."""
+    """The number of processes of an engine such as "processes:4" or "processes:2/pipeline:2"."""
     name, count = registry.head(engine)
     if not registry.says("engine", name, "starts_processes"):
         return 1
@@ -189,7 +189,8 @@ def _environment(engine: str, sizes: Sequence[int], min_nodes: int, more: Mappin
     base = {**os.environ, **more}
     if engine:
         base["PACELINE_ENGINE"] = engine
-        base = {**registry.says("engine", registry.head(engine)[0], "environment"), **base}
+        for name, _ in registry.heads(engine):
+            base = {**registry.says("engine", name, "environment"), **base}
     base["WORLD_SIZE"] = str(sum(sizes))
     base.pop("PACELINE_LOCAL_SIZES", None)
     if min_nodes:

@@ -1,9 +1,9 @@
 """Candidate configurations of a machine and a model, such as "processes:2+bf16+channels_last", simplest first.
 
-ENGINE[:k][+option...]  channels_last  torch.channels_last memory format for images (exact)
-                        fused          fused optimizer kernel (exact)
-                        compile        torch.compile (exact up to reassociation)
-                        bf16, fp16     autocast (rounded)
+ENGINE[:k][/ENGINE:k][+option...]  channels_last  torch.channels_last memory format for images (exact)
+                                   fused          fused optimizer kernel (exact)
+                                   compile        torch.compile (exact up to reassociation)
+                                   bf16, fp16     autocast (rounded)
 """
 
 from __future__ import annotations
@@ -73,20 +73,27 @@ class EngineSpec:
 def split(candidate: str, cores: int) -> EngineSpec:
     """Parses a configuration. Raises ValueError for an invalid one."""
     head, *words = current("engine", candidate).split("+")
-    engine, _, count = head.partition(":")
+    parts = [part.partition(":") for part in head.split("/")]
     unknown = [word for word in words if word not in WORDS]
-    if unknown or not engine.isidentifier() or (count and not (count.isdigit() and int(count))):
+    if (
+        unknown
+        or not all(name.isidentifier() and (not count or (count.isdigit() and int(count))) for name, _, count in parts)
+        or not all(says("engine", name, "composes") for name, *_ in parts[1:])
+    ):
         raise ValueError(
-            f"configuration {candidate!r} is not of the form ENGINE[:k][+option...], as in "
+            f"configuration {candidate!r} is not of the form ENGINE[:k][/ENGINE:k][+option...], as in "
             f"'{PROCESSES}:2+channels_last'; options: {', '.join(WORDS)}"
             + (f"; unknown: {', '.join(unknown)}" if unknown else "")
         )
-    counts = says("engine", engine, "counts")
-    k = int(count) if count else {"": 1, "thread": cores}.get(counts, 2)
-    if counts in ("copy", "stage"):
-        stages = k if counts == "stage" else 1
-        return EngineSpec(engine, k // stages, max(1, cores // k), tuple(words), stages)
-    return EngineSpec(engine, 1, cores if counts == "share" else k, tuple(words))
+    copies = stages = 1
+    threads = 0
+    for name, _, count in parts:
+        counts = says("engine", name, "counts")
+        k = int(count) if count else {"": 1, "thread": cores}.get(counts, 2)
+        copies *= k if counts == "copy" else 1
+        stages *= k if counts == "stage" else 1
+        threads = threads or {"copy": 0, "stage": 0, "share": cores}.get(counts, k)
+    return EngineSpec(parts[0][0], copies, threads or max(1, cores // (copies * stages)), tuple(words), stages)
 
 
 def fidelity(candidate: str, facts: JobFacts | None = None) -> str:
@@ -152,6 +159,8 @@ def _engines(machine: Machine, facts: JobFacts, engines: tuple[str, ...]) -> Ite
                 yield f"{engine}:{count}"
         if counts == "stage" and MICROS * cores <= facts.part_rows:
             yield f"{engine}:{cores}"
+        if counts == "stage" and PROCESSES in engines and cores % 2 == 0 and MICROS * cores <= facts.part_rows:
+            yield from (f"{PROCESSES}:{halves}/{engine}:2" for _ in range(halves > 1))
 
 
 def _numerics(machine: Machine, facts: JobFacts) -> Iterator[str]:

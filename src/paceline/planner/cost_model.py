@@ -100,14 +100,13 @@ def _update_s(spec: EngineSpec, setting: Setting, profile: Profile, cores: int) 
 
 def _engine_s(spec: EngineSpec, setting: Setting, profile: Profile) -> float:
     """Sum over k copies: each writes its gradient to shared memory; the owner of a slice reads it from all k copies."""
-    if spec.stages > 1:
-        return 2 * spec.micros * HANDOVER_S * profile.facts.parts
+    turns_s = 2 * spec.micros * HANDOVER_S * profile.facts.parts if spec.stages > 1 else 0.0
     if spec.copies == 1:
-        return 0.0
+        return turns_s
     k = spec.copies
     gradient = profile.dense_bytes if setting.factors else profile.facts.gradient_bytes
     moved = gradient * (k - 1) / k * 1.5 + (gradient if spec.processes > 1 else 0)
-    moving_s = moved / profile.copy_per_s if profile.copy_per_s else 0.0
+    moving_s = turns_s + (moved / profile.copy_per_s if profile.copy_per_s else 0.0)
     if spec.processes > 1:
         return moving_s + MESSAGES * profile.message_s + PROCESS_SYNC_S
     return moving_s + (k - 1) * (THREAD_SYNC_S + CALL_S * profile.num_calls * profile.facts.parts)

@@ -21,14 +21,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from paceline import registry
-from paceline.data import images, input_advice, sample
+from paceline.data import images, sample
 from paceline.data.encoded_images import EncodedImages
 from paceline.errors import CheckpointError, LinkError
 from paceline.messages import Vote
 from paceline.pace import Pace
 from paceline.report.log import log
 from paceline.session import join
-from paceline.train import lr_schedule
+from paceline.train import input_advice, lr_schedule
 from paceline.train.lars import LARS
 from paceline.train.network import Network, network
 from paceline.train.settings import Settings

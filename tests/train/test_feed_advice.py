@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from paceline.data import images
-from paceline.data.input_advice import Costs, advise, measure
 from paceline.data.pack import pack
+from paceline.train.input_advice import Costs, advise, measure
 
 
 @pytest.mark.parametrize(

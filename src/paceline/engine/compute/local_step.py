@@ -1,0 +1,39 @@
+"""How a process computes the gradient of its own rows: an engine's part that another engine can have inside.
+
+"processes:2/pipeline:2" is engine `processes` with the local step of engine `pipeline`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from paceline.engine.compute.gradient_hooks import Backward
+
+if TYPE_CHECKING:
+    from paceline.engine.compute.forward_state import Moving
+    from paceline.engine.compute.precision import Numerics
+
+
+class LocalStep:
+    """All rows at once, or one micro-batch after another. ``num_micros``: into which it divides each micro-batch.
+    ``num_processes``: of this node, each with a local step of its own."""
+
+    num_micros = num_processes = 1
+
+    def check(self, model: nn.Module, numerics: Numerics) -> None:
+        """Raises ValueError for a model that it cannot compute."""
+
+    def check_step(self, moving: Moving) -> None:
+        """Called before each gradient. Raises ValueError."""
+
+    def check_sync_norm(self) -> None:
+        """Raises ValueError where batch norm cannot see all rows of a batch at once."""
+
+    def hooked(self, model: nn.Module, numerics: Numerics) -> Backward:
+        return Backward(model, hook_layers=not numerics.compile)
+
+    def found(self) -> str:
+        """A message for the user from the last gradient."""
+        return ""
