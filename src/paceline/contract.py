@@ -89,6 +89,8 @@ class EngineTraits:
     counts: str = ""  # what the k of NAME:k counts: a "thread", a "copy" of the model, a "share" of a batch, a "stage"
     starts_processes: bool = False  # each copy is a process of the script, which a launcher starts
     composes: bool = False  # may compute the gradient of each process of another engine: "processes:2/pipeline:2"
+    micros_per_stage: int = 1  # micro-batches of a process's rows, for each of its k stages
+    turn_s: float = 0.0  # seconds that a stage needs for each pass of a micro-batch, beside its computation
     planned: bool = False  # the planner predicts and measures its configurations
     reproduces: bool = False  # the same bits for any number of nodes, over an exchange of a fixed order
     environment: Mapping[str, str] = {}  # of its processes, where users have not set it

@@ -231,3 +231,51 @@ def test_a_package_whose_methods_have_other_names_trains_and_plans(tmp_path, wor
     assert row in done.stdout + done.stderr
     if words[0] == "run":
         assert f"trained|{tmp_path / 'new' / 'paceline' / '__init__.py'}|{row}" in done.stdout
+
+
+# Methods that need no line outside of their own files, besides presets, documentation and tests.
+ALONE = {
+    "codec": {"lowrank": (), "qsgd": ()},
+    "exchange": {"diloco": ()},
+    "engine": {"pipeline": ("compute/pipeline_schedule",)},
+}
+IMPORT_ALL = """
+import importlib, pkgutil, paceline
+from paceline import registry
+from paceline.launch.machine import Machine
+from paceline.planner.candidates import JobFacts, candidates
+for each in pkgutil.walk_packages(paceline.__path__, "paceline."):
+    if not each.name.endswith("__main__"):
+        try:
+            importlib.import_module(each.name)
+        except ImportError as error:
+            if "paceline" in str(error):
+                raise
+names = {room: registry.names(room) for room in registry.ROOMS}
+rows = candidates("exact", Machine(cores=4, physical_cores=4), JobFacts(rows=64), ("processes", "replicas"))
+print(paceline.__file__, names, rows, sep="|")
+"""
+
+
+def test_without_a_methods_own_files_nothing_else_is_missing(tmp_path):
+    package = tmp_path / "paceline"
+    shutil.copytree(ROOT, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for room, methods in ALONE.items():
+        for name, more in methods.items():
+            for file in (name, *more):
+                (package / FOLDERS[room] / f"{file}.py").unlink()
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IMPORT_ALL],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    file, found, rows = done.stdout.strip().split("|")
+    assert Path(file).parent == package
+    for room, methods in ALONE.items():
+        assert set(registry.names(room)) - set(ast.literal_eval(found)[room]) == set(methods)
+    assert "processes:4" in rows
+    assert "pipeline" not in rows

@@ -27,7 +27,7 @@ from paceline.launch.machine import survey
 from paceline.messages import ExchangeTraffic
 from paceline.planner import plan_cache, planner
 from paceline.planner.candidates import JobFacts, split
-from paceline.planner.cost_model import CALL_S, HANDOVER_S, MESSAGES, PROCESS_SYNC_S, STEP_S, THREAD_SYNC_S, predicted_s
+from paceline.planner.cost_model import CALL_S, MESSAGES, PROCESS_SYNC_S, STEP_S, THREAD_SYNC_S, predicted_s
 from paceline.planner.measure import profile_job as looking
 from paceline.planner.measure import profiler, update_timing
 from paceline.planner.measure.forked_copies import ForkedCopies
@@ -35,6 +35,7 @@ from paceline.planner.measure.layers import LayerTimer, first_samples
 from paceline.planner.measure.profile import Profile, Setting, record_step_models, run_profile
 from paceline.planner.measure.profiler import COPY_BYTES, PINGS, ProfiledStep, _Profiler, _record_timelines
 from paceline.planner.measure.update_timing import MAX_PASSES
+from paceline.registry import says
 
 NAP_S = 0.005
 
@@ -339,7 +340,7 @@ def test_copies_that_were_not_timed_are_as_fast_as_one_at_best():
 def test_stages_compute_at_once_but_for_the_first_and_last_micro_batches():
     """Of 8 micro-batches in two stages: nine halves."""
     profile = dataclasses.replace(MADE_UP, layers_s={**MADE_UP.layers_s, "1/4/2//0": 0.03})
-    want_s = 0.03 * 1.2 * 9 / 2 + 0.02 + 16 * HANDOVER_S + 0.002 + STEP_S
+    want_s = 0.03 * 1.2 * 9 / 2 + 0.02 + 16 * says("engine", "pipeline", "turn_s") + 0.002 + STEP_S
     assert predicted_s("pipeline:2", profile, 2) == pytest.approx(want_s)
 
 
@@ -354,7 +355,7 @@ def test_a_hybrid_is_both():
     alone_s = predicted_s(
         "processes:2", dataclasses.replace(profile, layers_s={**profile.layers_s, "2/16/2//0": 0.1}), 4
     )
-    want_s = alone_s - 0.1 * 1.2 + 0.03 * 1.2 * 9 / 2 + 16 * HANDOVER_S
+    want_s = alone_s - 0.1 * 1.2 + 0.03 * 1.2 * 9 / 2 + 16 * says("engine", "pipeline", "turn_s")
     assert predicted_s("processes:2/pipeline:2", profile, 4) == pytest.approx(want_s)
     assert processes.stages == 1
 

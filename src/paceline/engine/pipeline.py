@@ -41,7 +41,7 @@ from paceline.engine.compute.gradient_hooks import Backward, Call
 from paceline.engine.compute.gradient_hooks import Pass as State
 from paceline.engine.compute.local_step import LocalStep
 from paceline.engine.compute.matmul import make_substitutable, substitute
-from paceline.engine.compute.pipeline_schedule import BACKWARD, FORWARD, MICROS, SCHEDULES, Pass, Schedule
+from paceline.engine.compute.pipeline_schedule import BACKWARD, FORWARD, SCHEDULES, Pass, Schedule
 from paceline.engine.compute.precision import Numerics
 from paceline.engine.compute.rng import ThreadRng, seeds
 from paceline.engine.node import affinity, cgroup_limits
@@ -56,7 +56,8 @@ class Engine(sequential.Engine):
     """Its options are those of `Stages`."""
 
     defers_updates, composes = False, True
-    counts = "stage"
+    counts, micros_per_stage = "stage", 4
+    turn_s = 0.2e-3  # a thread wakes up
     # else OpenMP's threads spin after the update, on the cores that the stages need then
     environment: Mapping[str, str] = {"OMP_WAIT_POLICY": "passive"}
 
@@ -92,7 +93,7 @@ class Stages(LocalStep):
         cuts = [name.strip() for name in str(cut).split(";") if name.strip()]
         if cuts not in ([], [PRESET]) and len(cuts) != num_stages - 1:
             raise ValueError(f"engine 'pipeline:{num_stages}' has {num_stages - 1} cuts, cut={cut!r} has {len(cuts)}")
-        self.num_stages, self.num_micros = num_stages, micros or MICROS * num_stages
+        self.num_stages, self.num_micros = num_stages, micros or Engine.micros_per_stage * num_stages
         self.schedule, self.cuts = schedule, cuts
         self.backward: Pipelined | None = None
 

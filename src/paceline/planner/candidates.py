@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paceline.engine.compute.pipeline_schedule import MICROS
 from paceline.launch.machine import Machine
 from paceline.registry import BASELINE, PROCESSES, current, names, says
 
@@ -47,13 +46,15 @@ class JobFacts:
 @dataclass(frozen=True)
 class EngineSpec:
     """A parsed configuration: ``copies`` of the model, each with a share of the batch, or ``stages`` of one; each of
-    them has ``threads``."""
+    them has ``threads``. ``micros``: micro-batches of a copy's share; ``turn_s``: `EngineTraits.turn_s`."""
 
     engine: str
     copies: int
     threads: int
     words: tuple[str, ...]
     stages: int = 1
+    micros: int = 1
+    turn_s: float = 0.0
 
     @property
     def at_once(self) -> int:
@@ -61,9 +62,9 @@ class EngineSpec:
         return self.copies * self.stages
 
     @property
-    def micros(self) -> int:
-        """Micro-batches of a copy's share."""
-        return MICROS * self.stages if self.stages > 1 else 1
+    def stretch(self) -> float:
+        """The time of all micro-batches, if its stages take equally long, in that of one outside of a pipeline."""
+        return (self.micros + self.stages - 1) / self.stages
 
     @property
     def processes(self) -> int:
@@ -85,15 +86,17 @@ def split(candidate: str, cores: int) -> EngineSpec:
             f"'{PROCESSES}:2+channels_last'; options: {', '.join(WORDS)}"
             + (f"; unknown: {', '.join(unknown)}" if unknown else "")
         )
-    copies = stages = 1
-    threads = 0
+    copies = stages = micros = 1
+    threads, turn_s = 0, 0.0
     for name, _, count in parts:
         counts = says("engine", name, "counts")
         k = int(count) if count else {"": 1, "thread": cores}.get(counts, 2)
         copies *= k if counts == "copy" else 1
-        stages *= k if counts == "stage" else 1
+        if counts == "stage" and k > 1:
+            stages, micros, turn_s = k, says("engine", name, "micros_per_stage") * k, says("engine", name, "turn_s")
         threads = threads or {"copy": 0, "stage": 0, "share": cores}.get(counts, k)
-    return EngineSpec(parts[0][0], copies, threads or max(1, cores // (copies * stages)), tuple(words), stages)
+    threads = threads or max(1, cores // (copies * stages))
+    return EngineSpec(parts[0][0], copies, threads, tuple(words), stages, micros, turn_s)
 
 
 def fidelity(candidate: str, facts: JobFacts | None = None) -> str:
@@ -157,10 +160,10 @@ def _engines(machine: Machine, facts: JobFacts, engines: tuple[str, ...]) -> Ite
         for count in (cores, halves) if counts == "copy" and engine in engines else ():
             if 1 < count <= facts.rows:
                 yield f"{engine}:{count}"
-        if counts == "stage" and MICROS * cores <= facts.part_rows:
+        if counts == "stage" and says("engine", engine, "micros_per_stage") * cores <= facts.part_rows:
             yield f"{engine}:{cores}"
-        if counts == "stage" and PROCESSES in engines and cores % 2 == 0 and MICROS * cores <= facts.part_rows:
-            yield from (f"{PROCESSES}:{halves}/{engine}:2" for _ in range(halves > 1))
+            if PROCESSES in engines and cores > 2 and cores % 2 == 0:
+                yield f"{PROCESSES}:{halves}/{engine}:2"
 
 
 def _numerics(machine: Machine, facts: JobFacts) -> Iterator[str]:

@@ -5,7 +5,7 @@ That of several machines is `cluster_model`, that of messages `exchange/flow/cos
     layers        forward and backward of each layer, timed at the candidate's threads, batch share, copies and options
     calibration   time of the whole model divided by the sum of its layers, at the baseline: work outside layers
     update        the optimizer alone, on the same number of cores
-    engine        gradients moved in memory, messages, and a constant per step; of a pipeline also its idle time
+    engine        gradients moved in memory, messages, and a constant per step; with stages also their idle time
     input         fetching the batch, divided among the processes
 
 A setting that was not timed is estimated: with options (bf16, channels_last), as the setting without them times the
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.engine.compute.pipeline_schedule import stretch
 from paceline.planner.candidates import EngineSpec, split
 from paceline.planner.measure.profile import Profile, Setting
 from paceline.registry import says
@@ -26,7 +25,6 @@ THREAD_SYNC_S = 3e-3  # per further replica, a thread of one interpreter: wake-u
 PROCESS_SYNC_S = 1.2e-3  # processes: wake-up, and waiting for the slowest; measured with layers of a few ms
 CALL_S = 20e-6  # in addition to THREAD_SYNC_S, per layer call
 MESSAGES = 4  # per step and process
-HANDOVER_S = 0.2e-3  # per pass of a micro-batch through a pipeline's stage: a thread wakes up
 
 
 def predicted_s(candidate: str, profile: Profile, cores: int) -> float | None:
@@ -41,7 +39,7 @@ def predicted_s(candidate: str, profile: Profile, cores: int) -> float | None:
     whole = profile.layers_s[profile.base]
     calibration = profile.whole_s / whole if whole else 1.0
     return (
-        layers_s * calibration * profile.facts.parts * stretch(spec.stages, spec.micros)
+        layers_s * calibration * profile.facts.parts * spec.stretch
         + _update_s(spec, setting, profile, cores)
         + _engine_s(spec, setting, profile)
         + profile.input_s / spec.processes
@@ -100,7 +98,7 @@ def _update_s(spec: EngineSpec, setting: Setting, profile: Profile, cores: int) 
 
 def _engine_s(spec: EngineSpec, setting: Setting, profile: Profile) -> float:
     """Sum over k copies: each writes its gradient to shared memory; the owner of a slice reads it from all k copies."""
-    turns_s = 2 * spec.micros * HANDOVER_S * profile.facts.parts if spec.stages > 1 else 0.0
+    turns_s = 2 * spec.micros * spec.turn_s * profile.facts.parts
     if spec.copies == 1:
         return turns_s
     k = spec.copies

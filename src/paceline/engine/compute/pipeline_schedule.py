@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 FORWARD, BACKWARD = "F", "B"
 BACKWARD_TICKS = 2  # of a backward pass, where a forward pass takes one
-MICROS = 4  # micro-batches per stage, where nobody says how many
 
 
 class Pass(NamedTuple):
@@ -66,11 +65,6 @@ def ends(schedule: Schedule, seconds: Callable[[int, Pass], float]) -> dict[tupl
         if not moved:
             raise ValueError("the schedule waits for itself")
     return found
-
-
-def stretch(stages: int, micros: int) -> float:
-    """The time of a step in which all stages take equally long, in those of all passes of one micro-batch."""
-    return (micros + stages - 1) / stages
 
 
 def step_s(schedule: Schedule, seconds: Callable[[int, Pass], float]) -> float:
