@@ -209,7 +209,12 @@ def test_the_cut_is_the_models_own_or_is_found_and_said():
         train(lambda: pipeline.Engine(2, 4, cut="preset"), plain)
     made = pipeline.Engine(2, 4)
     train(lambda: made, plain)
-    assert re.search(r"is cut before '\w+', where its forward pass is divided into \d+ %, \d+ %;", made.hint)
+    told = r"is cut before '(\w+)', where its forward pass is divided into \d+ %, \d+ %, and its weights into (\d+) %"
+    found = re.search(told, made.hint)
+    layers = list(model.children())
+    first = layers[: [name for name, _ in model.named_children()].index(found[1])]
+    numel = sum(each.numel() for layer in first for each in layer.parameters())
+    assert int(found[2]) == round(100 * numel / sum(each.numel() for each in model.parameters()))
 
 
 def test_one_stage_is_sequential():

@@ -26,7 +26,7 @@ from paceline.job import Job
 from paceline.launch.machine import survey
 from paceline.messages import ExchangeTraffic
 from paceline.planner import plan_cache, planner
-from paceline.planner.candidates import JobFacts, split
+from paceline.planner.candidates import RUNTIME_BYTES, JobFacts, fits, fitting_rows, split
 from paceline.planner.cost_model import CALL_S, MESSAGES, PROCESS_SYNC_S, STEP_S, THREAD_SYNC_S, predicted_s
 from paceline.planner.measure import profile_job as looking
 from paceline.planner.measure import profiler, update_timing
@@ -176,7 +176,7 @@ def test_no_part_of_a_batch_is_less_than_batch_norm_needs(size):
     assert [line["rows"] for line in _record_timelines(job, (1, 4), "exact", 1e-6)["lines"]] == [size, 2]
     examination = _Profiler(job, 2, "exact", 1e-6)
     assert examination._facts().rows == size
-    examination._base(False)
+    examination._base(False, size)
 
 
 @pytest.mark.parametrize("batch_norm", ["local", "sync"])
@@ -210,12 +210,31 @@ def test_a_batch_whose_samples_do_not_come_first_is_computed_whole(time):
     assert (first["rows"], second["rows"]) == (16, 16)
     examination = _Profiler(job, 2, "exact", 1e-6)
     facts = examination._facts()
-    assert facts.activation_bytes == 2 * batch[0].nbytes, "the input of the one layer"
-    settings = examination._settings(facts)
+    # the layer's input, the logarithms of the probabilities, the targets, and how many they are
+    assert facts.activation_bytes == 16 * 4 * 4 + 16 * 3 * 4 + 16 * 8 + 4
+    settings = examination._settings(facts, survey())
     assert settings
     assert {(one.rows, one.copies) for one in settings} == {(16, 1)}
-    _, base = examination._base(False)
+    _, base = examination._base(False, 16)
     assert base.rows == 16
+
+
+def test_what_is_timed_fits_into_the_memory():
+    """Story: in a container with little memory the profile itself was killed, and nothing was planned."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    job = examined(nn.Sequential(*layers, nn.Linear(64, 3)), (torch.randn(64, 64), torch.arange(64) % 3))
+    examination = _Profiler(job, 2, "exact", 1e3)
+    facts = examination._facts()
+    # the output of a tanh is the input of the next layer, and is kept once
+    assert facts.activation_bytes == pytest.approx(64 * (5 * 64 + 3 + 2) * 4, rel=0.01)
+    facts = dataclasses.replace(facts, activation_bytes=800 << 20, runtime_bytes=RUNTIME_BYTES)
+    machine = dataclasses.replace(survey(), cores=2, memory_bytes=(RUNTIME_BYTES + (500 << 20)) * 10 // 9)
+    assert not fits("sequential", facts, machine)
+    assert fits("pipeline:2", facts, machine)
+    assert fitting_rows(facts, machine) in (39, 40)
+    assert {(one.rows, one.copies) for one in examination._settings(facts, machine)} == {(8, 2)}
+    _, base = examination._base(False, 12)
+    assert base.rows == 12
 
 
 def time_first(samples):

@@ -141,3 +141,15 @@ def test_memory_grows_with_copies():
     facts = JobFacts(weight_bytes=1 << 30, gradient_bytes=1 << 30, state_bytes=1 << 30)
     needs = [needed_bytes(row, facts, 8) for row in ("sequential", "threads:8", "replicas:4", "processes:4")]
     assert needs[0] == needs[1] < needs[2] < needs[3] < 8 << 30
+
+
+def test_micro_batches_hold_only_their_own_activations():
+    """In two stages those of three micro-batches of eight: two in flight, and that which was timed before the cut."""
+    facts = JobFacts(activation_bytes=8 << 30)
+    needs = {
+        row: needed_bytes(row, facts, 4) for row in ("sequential", "pipeline:2", "processes:2/pipeline:2", "pipeline:1")
+    }
+    runtime = needs["sequential"] - (8 << 30)
+    assert needs["pipeline:1"] == needs["sequential"]
+    assert needs["pipeline:2"] == runtime + (3 << 30)
+    assert needs["processes:2/pipeline:2"] == 2 * runtime + (3 << 30)

@@ -20,8 +20,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -41,13 +42,21 @@ from paceline.engine.compute.gradient_hooks import Backward, Call
 from paceline.engine.compute.gradient_hooks import Pass as State
 from paceline.engine.compute.local_step import LocalStep
 from paceline.engine.compute.matmul import make_substitutable, substitute
-from paceline.engine.compute.pipeline_schedule import BACKWARD, FORWARD, SCHEDULES, Pass, Schedule
+from paceline.engine.compute.pipeline_schedule import (
+    BACKWARD,
+    FORWARD,
+    SCHEDULES,
+    Cancelled,
+    Pass,
+    Schedule,
+    Turns,
+    in_flight,
+)
 from paceline.engine.compute.precision import Numerics
 from paceline.engine.compute.rng import ThreadRng, seeds
 from paceline.engine.node import affinity, cgroup_limits
 from paceline.messages import Bucket, Gradient
 
-TIMEOUT_S = 1800.0  # for the passes before this one
 PRESET = "preset"
 Compute = Callable[[], Tensor | None]
 
@@ -155,6 +164,7 @@ class Pipelined(Backward):
         self._model, self._schedule, self._parts, self.cuts = model, schedule, parts, list(cuts)
         self._own = threading.local()  # of a micro-batch's thread: its turns, number and stage
         self._pool: ThreadPoolExecutor | None = None
+        self._num_threads = 0  # of the pool
         self._stages: dict[str, int] = {}  # in which each parameter is used
         self.seconds: dict[tuple[int, Pass], float] = {}  # of each pass in the last step
         self.found = ""  # where the model is cut, once that is known
@@ -175,13 +185,12 @@ class Pipelined(Backward):
             parameter.grad = None
         # buckets are offered at the end: until then each gradient is added to by the next micro-batch
         state = self._pass = _Concurrent(forms, offer, concurrent=True, own=self._own)
-        turns = _Turns(self._schedule(len(self._parts), len(computes)))
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(thread_name_prefix="paceline micro-batch", max_workers=1 << 10)
+        schedule = self._schedule(len(self._parts), len(computes))
+        turns, pool = Turns(schedule), self._threads(in_flight(schedule)[0])
         modes = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled()
         try:
             futures = [
-                self._pool.submit(self._micro, turns, number, compute, seed, *modes)
+                pool.submit(self._micro, turns, number, compute, seed, *modes)
                 for number, (compute, seed) in enumerate(zip(computes, seeds(len(computes)), strict=True))
             ]
             try:
@@ -191,14 +200,21 @@ class Pipelined(Backward):
                 wait(futures)
                 raise
             errors = [error for one in futures if (error := one.exception())]
-            for failed in sorted(errors, key=lambda error: isinstance(error, _Cancelled)):
+            for failed in sorted(errors, key=lambda error: isinstance(error, Cancelled)):
                 raise failed  # a micro-batch's own error before those that it caused in the others
         finally:
             self._pass, self.seconds = None, turns.seconds
         return self._offer_rest(state)
 
+    def _threads(self, count: int) -> ThreadPoolExecutor:
+        """As many as micro-batches in flight: a thread keeps the memory that it freed, for its next micro-batch."""
+        if self._pool is None or count > self._num_threads:
+            self._close_pool()
+            self._pool, self._num_threads = ThreadPoolExecutor(count, "paceline micro-batch"), count
+        return self._pool
+
     def _micro(
-        self, turns: _Turns, number: int, compute: Compute, seed: int, cast: bool, dtype: torch.dtype, grads: bool
+        self, turns: Turns, number: int, compute: Compute, seed: int, cast: bool, dtype: torch.dtype, grads: bool
     ) -> None:
         own, last = self._own, len(self._parts) - 1
         try:
@@ -309,18 +325,34 @@ class Pipelined(Backward):
                 )
             self.cuts.append(min(free, key=lambda name: abs(once[name] - wanted)))
         ends = [span[0], *(once[name] for name in self.cuts), span[1]]
-        parts = ", ".join(f"{100 * (end - begin) / (span[1] - span[0]):.0f} %" for begin, end in pairwise(ends))
         self.found = (
             f"engine 'pipeline': the model is cut before {', '.join(map(repr, self.cuts))}, where its forward pass is "
-            f"divided into {parts}; name other modules by cut="
+            f"divided into {_percent(end - begin for begin, end in pairwise(ends))}, and its weights into "
+            f"{_percent(self._numels(begins, ends[1:-1]))}; name other modules by cut="
         )
         self._cut()
         return state
 
+    def _numels(self, begins: Mapping[str, Sequence[float]], ends: Sequence[float]) -> list[int]:
+        """The weights of each stage. A layer belongs to that which first calls it."""
+        numels = [0] * (len(ends) + 1)
+        for name, module in self._model.named_modules():
+            stage = bisect(ends, begins[name][0]) if begins.get(name) else 0
+            numels[stage] += sum(each.numel() for each in module.parameters(recurse=False))
+        return numels
+
     def close(self) -> None:
         super().close()
+        self._close_pool()
+
+    def _close_pool(self) -> None:
         if self._pool:
             self._pool.shutdown()
+
+
+def _percent(parts: Iterable[float]) -> str:
+    found = list(parts)
+    return ", ".join(f"{100 * part / sum(found):.0f} %" for part in found)
 
 
 @dataclass
@@ -342,43 +374,3 @@ class _Concurrent(State):
         substitute(None, module.weight)
         self.own.hidden = None
         return hidden
-
-
-class _Cancelled(RuntimeError):
-    """Another micro-batch failed."""
-
-
-class _Turns:
-    """Lets one thread into a stage at a time, in the order of the schedule."""
-
-    def __init__(self, schedule: Schedule):
-        self.schedule, self.next, self.failed = schedule, [0] * len(schedule), False
-        self.condition = threading.Condition()
-        self.seconds: dict[tuple[int, Pass], float] = {}
-        self._begin = [0.0] * len(schedule)
-
-    def enter(self, stage: int, wanted: Pass) -> None:
-        with self.condition:
-            due = self.condition.wait_for(lambda: self.failed or self._due(stage) == wanted, TIMEOUT_S)
-            if self.failed:
-                raise _Cancelled("another micro-batch of the pipeline has failed")
-            if not due:
-                raise RuntimeError(f"pass {wanted} of stage {stage} did not begin within {TIMEOUT_S:.0f} s")
-        self._begin[stage] = time.perf_counter()
-
-    def _due(self, stage: int) -> Pass | None:
-        passes = self.schedule[stage]
-        return passes[self.next[stage]] if self.next[stage] < len(passes) else None
-
-    def leave(self, stage: int) -> None:
-        with self.condition:
-            done = self._due(stage)
-            assert done
-            self.seconds[stage, done] = time.perf_counter() - self._begin[stage]
-            self.next[stage] += 1
-            self.condition.notify_all()
-
-    def fail(self) -> None:
-        with self.condition:
-            self.failed = True
-            self.condition.notify_all()

@@ -9,7 +9,7 @@ ENGINE[:k][/ENGINE:k][+option...]  channels_last  torch.channels_last memory for
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.launch.machine import Machine
 from paceline.registry import BASELINE, PROCESSES, current, names, says
@@ -17,13 +17,14 @@ from paceline.registry import BASELINE, PROCESSES, current, names, says
 ROUNDED = ("bf16", "fp16")
 WORDS = (*ROUNDED, "channels_last", "fused", "compile")
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-RUNTIME_BYTES = 300 << 20  # of a process that has imported torch
+MARGIN = 0.9  # of the memory: a candidate that needs more is refused
+RUNTIME_BYTES = 300 << 20  # of a process that has imported torch, where that was not measured
 ALLOWED = {"exact": 0, "rounded": 1, "approximate": 2}
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Properties of a model and optimizer that candidates depend on. *Units*: bytes; activations of the whole batch."""
+    """Properties of a model and optimizer that candidates depend on. *Units*: bytes, activations of one of `parts`."""
 
     rows: int = 1
     device: str = "cpu"
@@ -36,6 +37,7 @@ class JobFacts:
     activation_bytes: int = 0
     division: str = ""  # how the optimizer's work is sharded among processes
     parts: int = 1  # micro-batches per step
+    runtime_bytes: int = RUNTIME_BYTES  # of a process with torch and its data
 
     @property
     def part_rows(self) -> int:
@@ -65,6 +67,12 @@ class EngineSpec:
     def stretch(self) -> float:
         """The time of all micro-batches, if its stages take equally long, in that of one outside of a pipeline."""
         return (self.micros + self.stages - 1) / self.stages
+
+    @property
+    def held(self) -> float:
+        """The activations held at once, in those of a whole share: one micro-batch for each stage in flight, and one of
+        the first step. Fewer layers are in use at once, but a thread keeps what it freed."""
+        return min(1.0, (self.stages + 1) / self.micros) if self.stages > 1 else 1.0
 
     @property
     def processes(self) -> int:
@@ -177,7 +185,19 @@ def _numerics(machine: Machine, facts: JobFacts) -> Iterator[str]:
 
 
 def needed_bytes(candidate: str, facts: JobFacts, cores: int) -> int:
-    """Approximate memory of all processes together: weights and optimizer state once, gradients once per copy."""
+    """Approximate memory of all processes together: weights and optimizer state once, gradients once per copy, and the
+    activations of the micro-batches in flight."""
     spec = split(candidate, cores)
-    bytes_ = spec.processes * RUNTIME_BYTES + facts.weight_bytes + facts.state_bytes
-    return bytes_ + spec.copies * facts.gradient_bytes + facts.activation_bytes
+    bytes_ = spec.processes * facts.runtime_bytes + facts.weight_bytes + facts.state_bytes
+    return bytes_ + spec.copies * facts.gradient_bytes + round(facts.activation_bytes * spec.held)
+
+
+def fits(candidate: str, facts: JobFacts, machine: Machine) -> bool:
+    return needed_bytes(candidate, facts, machine.cores) <= MARGIN * machine.memory_bytes
+
+
+def fitting_rows(facts: JobFacts, machine: Machine) -> int:
+    """The most samples of a micro-batch that the baseline computes at once in this memory."""
+    others = needed_bytes(BASELINE, replace(facts, activation_bytes=0), machine.cores)
+    part = (MARGIN * machine.memory_bytes - others) / max(1, facts.activation_bytes)
+    return int(facts.part_rows * min(1.0, max(0.0, part)))

@@ -18,7 +18,7 @@ from paceline.registry import BASELINE, head, says
 
 NOISE = 0.02  # relative: closer is a tie whatever the spread, since each start of a process differs by as much
 MAX_SLOWDOWN = 0.05  # relative, of a simpler candidate that is chosen from a tie
-OUT_OF_MEMORY = ("out of memory", "MemoryError", "can't allocate memory", "Cannot allocate memory", "exit code 137")
+OUT_OF_MEMORY = ("out of memory", "MemoryError", "can't allocate memory", "Cannot allocate memory", ": killed")
 Choice = tuple[str, str, tuple[Row, ...]]  # (chosen, reason, rows)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from paceline.launch.machine import Machine, survey
 from paceline.planner import plan_cache
-from paceline.planner.candidates import JobFacts, allowed, candidates, check, needed_bytes, planned, split
+from paceline.planner.candidates import MARGIN, JobFacts, allowed, candidates, check, fits, needed_bytes, planned, split
 from paceline.planner.choose import Candidate, choose, choose_requested, run_off, tied
 from paceline.planner.cost_model import predicted_s
 from paceline.planner.measure.profile import Profile, run_profile
@@ -32,7 +32,6 @@ MAX_ROUNDS = 4  # in which the two fastest are timed again, interleaved
 MAX_ATTEMPTS = 6  # until two candidates have run
 STEPS, SHRUNK_STEPS = 5.0, 3.0  # minimum steps of a trial, warm-up included
 SIMPLER = 0.03  # per option, and for several processes: candidates predicted this close are tried simplest first
-MARGIN = 0.9  # of the memory: a candidate that needs more is refused
 DETERMINISTIC = f"{REPRODUCIBLE}:{SHARES}"
 
 Show = Callable[[str], None]
@@ -103,9 +102,9 @@ def make(
 
 def _candidate(name: str, profile: Profile | None, facts: JobFacts, machine: Machine) -> Candidate:
     entry = Candidate(name, predicted_s(name, profile, machine.cores) if profile else None)
-    needed = needed_bytes(name, facts, machine.cores)
-    if needed > MARGIN * machine.memory_bytes:
-        entry.refusal = f"out of memory: needs {needed / 2**30:.1f} of {machine.memory_bytes / 2**30:.1f} GiB"
+    if not fits(name, facts, machine):
+        needed, usable = needed_bytes(name, facts, machine.cores) >> 20, int(MARGIN * machine.memory_bytes) >> 20
+        entry.refusal = f"out of memory: needs {needed} MiB, {usable} MiB can be used"
     return entry
 
 

@@ -13,10 +13,13 @@ all updates after the last backward pass.
 from __future__ import annotations
 
 import argparse
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 FORWARD, BACKWARD = "F", "B"
+TIMEOUT_S = 1800.0  # for the passes before this one
 BACKWARD_TICKS = 2  # of a backward pass, where a forward pass takes one
 
 
@@ -97,6 +100,46 @@ def table(schedule: Schedule) -> str:
     idle = sum(row.count(".") for row in rows) / (length * len(rows))
     held = ", ".join(map(str, in_flight(schedule)))
     return "\n".join([*lines, f"{length} ticks, {idle:.0%} idle; micro-batches in flight: {held}"])
+
+
+class Cancelled(RuntimeError):
+    """Another micro-batch failed."""
+
+
+class Turns:
+    """Lets one thread into a stage at a time, in the order of the schedule."""
+
+    def __init__(self, schedule: Schedule):
+        self.schedule, self.next, self.failed = schedule, [0] * len(schedule), False
+        self.condition = threading.Condition()
+        self.seconds: dict[tuple[int, Pass], float] = {}
+        self._begin = [0.0] * len(schedule)
+
+    def enter(self, stage: int, wanted: Pass) -> None:
+        with self.condition:
+            due = self.condition.wait_for(lambda: self.failed or self._due(stage) == wanted, TIMEOUT_S)
+            if self.failed:
+                raise Cancelled("another micro-batch of the pipeline has failed")
+            if not due:
+                raise RuntimeError(f"pass {wanted} of stage {stage} did not begin within {TIMEOUT_S:.0f} s")
+        self._begin[stage] = time.perf_counter()
+
+    def _due(self, stage: int) -> Pass | None:
+        passes = self.schedule[stage]
+        return passes[self.next[stage]] if self.next[stage] < len(passes) else None
+
+    def leave(self, stage: int) -> None:
+        with self.condition:
+            done = self._due(stage)
+            assert done
+            self.seconds[stage, done] = time.perf_counter() - self._begin[stage]
+            self.next[stage] += 1
+            self.condition.notify_all()
+
+    def fail(self) -> None:
+        with self.condition:
+            self.failed = True
+            self.condition.notify_all()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import psutil
 from paceline.launch.child_processes import end_with
 
 GRACE_S = 3.0
+KILLED = 137  # exit code after SIGKILL
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ def run_in_process(command: Sequence[str], environment: Mapping[str, str], limit
             _end(child)
         errors.seek(0)
         lines = errors.read().decode(errors="replace").strip().splitlines()
-    return ProcessResult(code, lines[-1][:300] if lines else f"exit code {code}")
+    last_line = lines[-1][:300] if lines else f"exit code {code}"
+    return ProcessResult(code, f"{last_line}: killed, as where memory runs out" if code == KILLED else last_line)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

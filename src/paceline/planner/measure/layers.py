@@ -31,16 +31,38 @@ class Call:
     clones: bool = False  # the layer changes its input in place, which autograd forbids for leaves
 
 
+def activation_bytes(forward: Callable[[], Any], weights: Sequence[Tensor]) -> int:
+    """Bytes that ``forward`` keeps for its backward pass, beside the weights; 0 where that cannot be seen."""
+    known, found = {each.untyped_storage().data_ptr() for each in weights}, dict[int, int]()
+
+    def keep(value: Tensor) -> Tensor:
+        if value.layout == torch.strided and (storage := value.untyped_storage()).data_ptr() not in known:
+            used = min(value.nbytes, storage.nbytes())  # a slice of a batch is a part of its storage
+            found[storage.data_ptr()] = max(used, found.get(storage.data_ptr(), 0))
+        return value
+
+    with contextlib.suppress(RuntimeError), torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        output = forward()  # noqa: F841 kept, so that no memory is used twice
+    return sum(found.values())
+
+
 class LayerTimer:
     """The layer calls of one forward pass. ``absorbed``: ids of weights whose update uses factors, not gradients."""
 
     def __init__(self, model: nn.Module, forward: Callable[[], Any], words: Sequence[str], absorbed: set[int]):
         self.words, self.absorbed = words, absorbed
+        try:
+            nothing = torch.empty(0)  # kept instead of every activation
+            with torch.autograd.graph.saved_tensors_hooks(lambda _: nothing, lambda value: value):
+                self._watch(model, forward)
+        except Exception:  # a forward that differentiates
+            self._watch(model, forward)
+
+    def _watch(self, model: nn.Module, forward: Callable[[], Any]) -> None:
         self.calls: list[Call] = []
-        self.input_bytes = self.num_calls = 0
+        self.num_calls = 0
         self.rows: dict[int, int] = {}  # rows of each fully-connected weight's factors, by its id
         self._index: dict[Any, Call] = {}
-        self._storages: dict[int, int] = {}
         self._depth: list[bool] = []  # per active module call: whether it called another module
         handles: list[Any] = []
         for module in model.modules():
@@ -52,7 +74,6 @@ class LayerTimer:
         finally:
             for handle in handles:
                 handle.remove()
-        self.input_bytes = sum(self._storages.values())
         self._index.clear()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -68,9 +89,6 @@ class LayerTimer:
         self.num_calls += 1
         if isinstance(module, nn.Linear) and isinstance(output, Tensor) and output.requires_grad:
             self.rows[id(module.weight)] = self.rows.get(id(module.weight), 0) + output[..., 0].numel()
-        for value in inputs:
-            if isinstance(value, Tensor):
-                self._storages[value.data_ptr()] = value.untyped_storage().nbytes()
         key = (_kind(module), tuple(_shape(value) for value in inputs), str(tree))
         if known := self._index.get(key):
             known.count += 1

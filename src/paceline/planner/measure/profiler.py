@@ -16,16 +16,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
 from paceline import contract
 from paceline.engine.checks.norm_layers import over_batches
-from paceline.launch.machine import survey
+from paceline.engine.node import affinity
+from paceline.launch.machine import Machine, survey
 from paceline.planner import plan_cache
-from paceline.planner.candidates import JobFacts, candidates, planned, split
+from paceline.planner.candidates import RUNTIME_BYTES, JobFacts, candidates, fits, fitting_rows, planned, split
 from paceline.planner.measure.forked_copies import ForkedCopies
-from paceline.planner.measure.layers import LayerTimer, autocast, first_samples, lower_quartile, shapes, synced_time
+from paceline.planner.measure.layers import (
+    LayerTimer,
+    activation_bytes,
+    autocast,
+    first_samples,
+    lower_quartile,
+    shapes,
+    synced_time,
+)
 from paceline.planner.measure.profile import Profile, Setting
 from paceline.planner.measure.update_timing import Updates, passes
 from paceline.report.log import log
@@ -118,13 +128,15 @@ class _Profiler:
 
     def __post_init__(self) -> None:
         self.start = time.monotonic()
-        job = self.job
+        job, self.runtime_bytes = self.job, psutil.Process().memory_info().rss
         self.parameters = dict(job.model.named_parameters())
         self.device = next(iter(self.parameters.values())).device.type
         self.rows = -(-job.rows // max(1, job.accumulate))  # per micro-batch: more may exceed the memory
         few = job.few(self.rows // 8, self.rows)
         seen = LayerTimer(job.model, lambda: job.compute(job.first_samples(few)), (), set())
-        self.activation_bytes = 2 * seen.input_bytes * self.rows // few
+        tensors = [*self.parameters.values(), *job.model.buffers()]
+        kept = activation_bytes(lambda: job.compute(job.first_samples(few)), tensors)
+        self.activation_bytes = kept * self.rows // few
         rows = {name: seen.rows.get(id(p), 0) * job.rows // few for name, p in self.parameters.items()}
         self.updates = Updates(job.engine, job.optimizer, self.parameters, rows, job.clip)
         self.optimizer_takes_factors = self.updates.optimizer_takes_factors
@@ -136,15 +148,17 @@ class _Profiler:
     def profile(self, start_s: float) -> Profile:
         job = self.job
         facts = self._facts()
-        settings = self._settings(facts)
+        machine = survey()
+        settings = self._settings(facts, machine)
         most, cores = max((one.copies for one in settings), default=1), sorted(os.sched_getaffinity(0))
         copies = ForkedCopies(most if most > 1 else 0, self._work, cores, self.start + 10 * self.budget_s)
-        whole_s, base = self._base(settings[0].factors)
+        whole_s, base = self._base(settings[0].factors, fitting_rows(facts, machine))
         for words in dict.fromkeys(one.words for one in settings if one.words):
             self._alone(replace(base, words=words))  # the ratio of options, if no other setting with them is timed
         copy_per_s = message_s = 0.0
         try:
             if copies.pids:
+                affinity.release()  # the copies need it
                 copy_per_s = min(copies.request(most, "copy"))
                 message_s = self._message_s(copies, most)
                 self._together(copies, [one for one in settings if one.copies > 1])
@@ -195,12 +209,15 @@ class _Profiler:
             self.activation_bytes,
             job.division,
             -(-job.rows // self.rows),
+            max(RUNTIME_BYTES, self.runtime_bytes),
         )
 
-    def _settings(self, facts: JobFacts) -> list[Setting]:
-        """The distinct settings of all candidates: without options first, then those on all cores, by importance."""
+    def _settings(self, facts: JobFacts, machine: Machine) -> list[Setting]:
+        """The distinct settings of all candidates that fit into memory: without options first, then those on all cores,
+        by importance."""
         found: dict[Setting, None] = {}
-        for candidate in candidates(self.level, survey(), facts, planned()):
+        listed = candidates(self.level, machine, facts, planned())
+        for candidate in [each for each in listed if fits(each, facts, machine)] or listed:
             setting = Setting.of(split(candidate, self.cores), facts.part_rows, self.optimizer_takes_factors)
             if setting.copies == 1 or self.job.cuts:
                 found[setting] = None
@@ -253,13 +270,15 @@ class _Profiler:
             copies.request(most, "ping")
         return (time.perf_counter() - start) / PINGS / 2
 
-    def _base(self, factors: bool) -> tuple[float, Setting]:
-        """Times the whole model and its layers, interleaved, at one thread; on part of the batch if a step is long."""
+    def _base(self, factors: bool, most: int) -> tuple[float, Setting]:
+        """Times the whole model and its layers, interleaved, at one thread; on part of the batch if a step is long, and
+        on at most so many rows."""
         few_rows = self.job.few(self.rows // 8, self.rows)
         self._step(few_rows, factors)
         about_s = self._step(few_rows, factors) * self.rows / few_rows
-        whole = about_s < self.budget_s / 15 or self.rows < 8 or not self.job.cuts
-        base = Setting(1, self.rows if whole else self.rows // 4, factors=factors)
+        whole = (about_s < self.budget_s / 15 and self.rows <= most) or self.rows < 8 or not self.job.cuts
+        rows = self.rows if whole else self.job.few(min(most, self.rows // 4), self.rows)
+        base = Setting(1, rows, factors=factors)
         layers = self._record(base)
         taken = passes(lambda: (self._step(base.rows, factors), layers.time()), self.budget_s / 5)
         self.layers_s[str(base)] = layers.total_s([one for _, one in taken])
