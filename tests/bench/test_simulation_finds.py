@@ -9,7 +9,7 @@ from paceline.elastic import assignment
 from paceline.elastic.fault_tolerant import FaultTolerantControl
 from paceline.elastic.quorum import MemberHistory, MemberStatus, QuorumDecision, QuorumVerdict
 from paceline.errors import LinkError
-from paceline.exchange import allreduce
+from paceline.exchange import allreduce, diloco
 from paceline.exchange.flow.control import Control, counted
 from paceline.messages import Decision as Outcome
 from paceline.messages import StepOutcome, Vote
@@ -42,6 +42,8 @@ def found(schedules):
         (DEATH, "qsgd"),
         (DELAY, "uneven"),
         (DEATH, "drifting"),
+        (DEATH, "diloco"),
+        (PARTITION, "diloco"),
         (PARTITION, "factors"),
     ],
 )
@@ -128,6 +130,45 @@ def test_a_codec_that_remembers_a_refused_step(monkeypatch):
 
     monkeypatch.setattr(allreduce.Exchange, "receive", early)
     assert found(struck(DEATH, "topk"))
+
+
+def test_an_average_that_is_applied_before_it_is_agreed_on(monkeypatch):
+    """Planted: whoever has its sums applies them, though one that the others miss has died."""
+
+    def hasty(self, compute):
+        while True:
+            try:
+                return compute()
+            except LinkError as error:
+                self.recover(error)
+
+    monkeypatch.setattr(FaultTolerantControl, "transact", hasty)
+    assert found(struck(DEATH, "diloco"))
+
+
+def test_an_outer_step_that_moves_although_it_is_refused(monkeypatch):
+    """Planted: the outer optimizer's state is that of an average which was never applied."""
+    combined = diloco.Exchange._combined
+
+    def early(self, weights, share):
+        targets = combined(self, weights, share)
+        self.momentum = self._next[1]
+        return targets
+
+    monkeypatch.setattr(diloco.Exchange, "_combined", early)
+    assert found(struck(DEATH, "diloco"))
+
+
+def test_samples_that_count_again_in_the_next_average(monkeypatch):
+    averaged = diloco.Exchange.averaged
+
+    def kept(self):
+        samples = self.samples
+        averaged(self)
+        self.samples = samples
+
+    monkeypatch.setattr(diloco.Exchange, "averaged", kept)
+    assert found(struck(DEATH, "diloco", 3))
 
 
 def test_both_parts_of_a_run_go_on(monkeypatch):

@@ -12,6 +12,8 @@
     nothing owed lost  with error feedback, what was computed is what was applied, what the living still owe, and what
                        the lost owed when they were lost
 
+Where nodes train alone and average (`periods.broken`), the first, third and fourth of these, and its own.
+
 Where nodes return (`broken_waiting`), all of these but the last, and: no step is applied below the minimum of nodes.
 
 Each that does not hold is a sentence in the list that `broken` returns.
@@ -27,9 +29,10 @@ from torch import Tensor
 from paceline.elastic.quorum import QuorumVerdict
 from paceline.messages import StepContext
 from paceline.testing.in_process import in_process
+from paceline_bench.simulated import periods
 from paceline_bench.simulated.fault_link import SEVERS, Net
 from paceline_bench.simulated.rank import Attempt, Rank
-from paceline_bench.simulated.scenarios import CLOSE, LR, checksum, given, reference, windows
+from paceline_bench.simulated.scenarios import CLOSE, LR, checksum, crc, given, reference, windows
 from paceline_bench.simulated.schedule import Schedule
 
 LONGEST_S = 1000.0  # of virtual time
@@ -43,6 +46,8 @@ def broken(schedule: Schedule, net: Net, ranks: Sequence[Rank], alone: int) -> l
     if net.clock > LONGEST_S:
         found.append(f"it took {net.clock:.0f} s of virtual time")
     found += _ends(schedule, net, ranks)
+    if schedule.how.period:
+        return [*found, *periods.broken(schedule, ranks)]
     found += _steps(schedule, net, ranks)
     finished = [rank for rank in ranks if rank.finished]
     for first in {rank.applied[-1][1]: rank for rank in finished if rank.applied}.values():
@@ -103,6 +108,9 @@ def _ends(schedule: Schedule, net: Net, ranks: Sequence[Rank]) -> Iterator[str]:
             continue
         last = rank.applied[-1][1] if steps else rank.start or start
         # whoever ends while weights go round has some of them
+        # who ends while its weights are averaged has those of its own step
+        if rank.entered and (newest := max(rank.entered)) not in dict(rank.averages):
+            last = crc(rank.entered[newest].weights)
         if rank.checksum() != last and (rank.finished or not schedule.how.drifts):
             yield f"rank {rank.id} has weights of no whole number of steps: a torn step"
         how = f"rank {rank.id} is alive and {rank.end or 'silent'} after {len(steps)} of {schedule.steps} steps"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from paceline.contract import Exchange
 from paceline.data import batches
 from paceline.data.load_balance import Limits
 from paceline.data.sampler import Assignment
@@ -17,11 +18,11 @@ from paceline.elastic import assignment
 from paceline.elastic.fault_tolerant import FaultTolerantControl
 from paceline.environment import LaunchEnvironment
 from paceline.errors import LinkError
-from paceline.exchange import allreduce, ordered
+from paceline.exchange import allreduce, diloco, ordered
 from paceline.exchange.flow.control import Control
 from paceline.job import Job
 from paceline.link.memory import Members
-from paceline.messages import Gradient, StepOutcome, Vote
+from paceline.messages import Gradient, StepOutcome, Target, Vote
 from paceline.report.step_observer import StepObserver
 from paceline.step.rebalance import Rebalance
 from paceline.step.replica_sync import ReplicaSync
@@ -34,6 +35,15 @@ from paceline_bench.simulated.scenarios import APART, BATCH, CLIP, QUIET, Restle
 from paceline_bench.simulated.schedule import Schedule
 
 Attempt = tuple[int, int]  # at which step, of which generation
+Average = Callable[[Sequence[Tensor], bool], Sequence[Target] | None]
+OUTER_LR, OUTER_BETA = 0.7, 0.9
+
+
+class Part(NamedTuple):
+    """What a rank brings to an average."""
+
+    weights: list[Tensor]
+    samples: float
 
 
 @cache
@@ -58,6 +68,9 @@ class Noted(StepObserver):
             offer(gradient)
 
         return noted
+
+    def averaged(self) -> None:
+        self.rank.averaged()
 
 
 class Held(StepObserver):
@@ -88,8 +101,9 @@ class Rank:
         if how.drifts and link.rank == link.size - 1:
             self.engine.weights[0].view(-1)[0] *= 1 + APART
         self.start = self.checksum() if how.drifts else 0
-        self.exchange = ordered.Exchange() if how.virtual else allreduce.Exchange(how.forms)
-        self.control = FaultTolerantControl(Control(members), [self.exchange.rebuild, self.engine.reopen])
+        self.exchange = self._exchange()
+        plain = Control(members, votes=self.exchange.consensus == "step")
+        self.control = FaultTolerantControl(plain, [self.exchange.rebuild, self.engine.reopen])
         optimizer_takes_factors = self.engine.optimizer_takes_factors
         self.exchange.open(
             self.engine.buckets,
@@ -97,6 +111,7 @@ class Rank:
             self.codec,
             -(-BATCH // link.size),
             optimizer_takes_factors=optimizer_takes_factors,
+            weights=dict(zip(self.engine.names, self.engine.weights, strict=True)),
         )
         dealt = shares(schedule.seed, link.size) if how.uneven else None
         mine = Assignment(link.rank, link.size, shares=dealt, virtual=self.engine.num_virtual_shards)
@@ -133,10 +148,37 @@ class Rank:
         # by attempt and bucket, where a codec owes something: the gradient, and the codec's state before
         self.offered: dict[tuple[Attempt, int], tuple[Tensor, Any]] = {}
         self.owed: list[dict[int, Tensor]] = []  # after each step, by spec
+        self.entered: dict[Attempt, Part] = {}  # averages of weights that it took part in, whatever became of them
+        self.averages: list[tuple[Attempt, list[Tensor]]] = []  # those that were applied, and the weights afterwards
         self.end = ""
+
+    def _exchange(self) -> Exchange:
+        how = self.how
+        if how.period:
+            made = diloco.Exchange(how.period, OUTER_LR, OUTER_BETA)
+            made.average = partial(self._average, made.average)  # type: ignore[method-assign]
+            return made
+        return ordered.Exchange() if how.virtual else allreduce.Exchange(how.forms)
+
+    def _average(self, average: Average, weights: Sequence[Tensor], now: bool) -> Sequence[Target] | None:
+        assert isinstance(self.exchange, diloco.Exchange)
+        part = Part([weight.clone() for weight in weights], self.exchange.samples)
+        if self.exchange.step % self.how.period == 0 or now:
+            self.entered[self.now()] = part
+        return average(weights, now)
+
+    def averaged(self) -> None:
+        newest = max(self.entered)
+        self.averages.append((newest, [weight.clone() for weight in self.engine.weights]))
 
     def __len__(self) -> int:
         return self.size
+
+    @property
+    def _memory(self) -> dict[int, Any]:
+        """The codec's, by bucket."""
+        assert isinstance(self.exchange, allreduce.Exchange)
+        return self.exchange.memory
 
     @property
     def finished(self) -> bool:
@@ -158,7 +200,7 @@ class Rank:
             assert gradient.flat is not None
             flat = gradient.flat.clone()  # the exchange adds into it
         index = gradient.bucket.index
-        self.offered[self.attempt, index] = flat, self.exchange.memory[index]
+        self.offered[self.attempt, index] = flat, self._memory[index]
 
     def regroup(self, news: ViewChange) -> None:
         run = self.run
@@ -235,9 +277,7 @@ class Rank:
     def _note(self) -> None:
         self.applied.append((self.attempt, self.checksum()))
         if self.how.owes:
-            self.owed.append(
-                {index: self._residual(memory[0], index) for index, memory in self.exchange.memory.items()}
-            )
+            self.owed.append({index: self._residual(memory[0], index) for index, memory in self._memory.items()})
         step, number = self.attempt
         self.net.tell(f"      rank {self.id} has applied step {step} of generation {number}")
         if self.launcher and self.control.rank == 0:

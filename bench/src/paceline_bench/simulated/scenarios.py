@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -49,14 +49,17 @@ class Way:
     virtual: bool = False  # shares that the batch is always dealt in
     close: float = CLOSE
     normed: bool = False  # batch norm over all, and clipped
+    period: int = 0  # steps between two averages of weights that each node trains alone; 0: none
 
     @property
     def owes(self) -> bool:
         """Whether its codec sends later what it has left out."""
-        return self.close == ANYHOW
+        return self.close == ANYHOW and not self.period
 
     def num_messages(self, size: int, steps: int) -> int:
         """Of an undisturbed training: gradients, a vote and that all know it in each step, and one to end with."""
+        if self.period:  # who has how many samples, both buckets, a vote and that all know it; one to end with
+            return size * ((self.collectives + 3) * -(-steps // self.period) + 1)
         spreads = min(steps, QUIET) * (1 + 2 * size) if self.drifts else 0
         return size * ((self.collectives + 2) * steps + 1) + spreads
 
@@ -79,6 +82,7 @@ WAYS = {
     ),
     "qsgd": Way(2, forms="dense", codec=qsgd.Codec, collectives=4, close=QUANTISED),
     "reproducible": Way(2, virtual=True),
+    "diloco": Way(3, period=2, close=ANYHOW),
 }
 
 
@@ -128,8 +132,12 @@ def reference(momentum: float, samples: int, normed: bool = False) -> list[Tenso
 
 
 def checksum(model: nn.Module) -> int:
+    return crc(model.parameters())
+
+
+def crc(weights: Iterable[Tensor]) -> int:
     check = 0
-    for weight in model.parameters():
+    for weight in weights:
         check = zlib.crc32(weight.detach().numpy().data, check)
     return check
 
