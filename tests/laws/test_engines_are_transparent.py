@@ -28,6 +28,7 @@ START = (
 CASES = [f"{kind},{optimizer},0,allreduce,none" for kind in MODELS for optimizer in ("momentum", "adamw")]
 CASES += [f"plain,{optimizer},0.05,allreduce,none" for optimizer in OPTIMIZERS]
 CASES += ["sometimes,momentum,0.05,allreduce,none", "tied,adam,0.05,allreduce,none"]
+FEW = "plain,momentum,0.05,allreduce,none,few"
 CASES += [MICRO := "plain,momentum,0.05,allreduce,none,3"]
 
 ROUNDED = "wide,sgd,0,allreduce,none,bf16"
@@ -54,7 +55,7 @@ PARAMS = [("processes:2", 1), ("processes:3", 1), ("sequential", 2), ("processes
 @pytest.fixture(scope="module", params=PARAMS)
 def trained(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
-    extra = ["plain,sgd,0,periodic:1,none", "plain,momentum,0,allreduce,feedback/topk:keep=1.0", REFUSED, ROUNDED]
+    extra = [FEW, "plain,sgd,0,periodic:1,none", "plain,momentum,0,allreduce,feedback/topk:keep=1.0", REFUSED, ROUNDED]
     launch(*request.param, folder, *CASES, *extra)
     return folder
 
@@ -72,6 +73,16 @@ def test_processes_and_nodes_equal_one_process(trained, case):
     model.load_state_dict(want)
     right = sum(float((model(x).argmax(1) == y).sum()) for x, y in batches)
     assert said["right"] == right / (21 * 5)
+
+
+@pytest.mark.dear("trained0", "trained1", "trained2", "trained3")
+def test_batches_of_fewer_rows_than_there_are_micro_batches(trained):
+    """Of five rows, and one: some processes and stages have none."""
+    x, y = (torch.cat(parts) for parts in zip(*(rows(21, seed) for seed in range(5)), strict=True))
+    batches = [(x[at : min(at + 5, 21)], y[at : min(at + 5, 21)]) for at in range(0, 21, 5)]
+    want, losses = reference(build(), batches, OPTIMIZERS["momentum"], 0.05)
+    assert json.loads((trained / f"{FEW}.json").read_text())["losses"] == pytest.approx(losses, rel=1e-12)
+    assert gap(load_file(trained / f"{FEW}.safetensors"), want) < 1e-12
 
 
 class Rounded(Wide):

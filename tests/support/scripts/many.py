@@ -1,7 +1,8 @@
 """Trains several cases one after the other, joining anew for each: many.py FOLDER CASE...
 
 A case is MODEL,OPTIMIZER,CLIP,EXCHANGE,CODEC[,MORE]; with "!" after the exchange the last process refuses two steps.
-MORE is a number of micro-batches, or "bf16", which computes in float32 and rounds.
+MORE is a number of micro-batches; "bf16", which computes in float32 and rounds; or "few": batches of FEW rows, the
+last one of a single row.
 """
 
 import json
@@ -10,13 +11,14 @@ from pathlib import Path
 
 import torch
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 import paceline
 from nodes import MODELS, OPTIMIZERS, Wide, build, rows
 from paceline.messages import Decision
 
 STEPS, BATCH = 5, 21  # 21 rows: no two processes have equally many
+FEW, NUM_FEW = 5, 21
 
 
 def data(dtype):
@@ -50,12 +52,15 @@ def main(folder, *cases):
         kind, optimizer, clip, exchange, codec, *more = case.split(",")
         dtype = torch.float32 if more == ["bf16"] else torch.float64
         model, samples = build(MODELS.get(kind, Wide), dtype), data(dtype)
+        few = more == ["few"]
+        if few:
+            samples, more = Subset(samples, range(NUM_FEW)), []
         stepper = OPTIMIZERS[optimizer](model.parameters())
         with paceline.join(
             model,
             stepper,
             F.cross_entropy,
-            batch_size=BATCH,
+            batch_size=FEW if few else BATCH,
             clip=float(clip) or None,
             exchange=exchange.rstrip("!"),
             codec=codec,
