@@ -14,6 +14,10 @@ __all__ = ["LinkError", "Pace", "Stopped", "__version__", "join"]
 __version__ = "0.2.0"
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     # imports torch only when it is needed, so that the command line starts without delay
     if name in __all__:

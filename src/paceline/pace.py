@@ -8,7 +8,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from paceline import contract, messages, transport
 from paceline.checkpoint import auto_resume
@@ -22,6 +24,7 @@ from paceline.engine.compute import batch as batches_
 from paceline.engine.compute.evaluate import evaluate
 from paceline.environment import LaunchEnvironment
 from paceline.errors import LinkError
+from paceline.exchange.flow import gather
 from paceline.exchange.flow.control import alone
 from paceline.job import Job
 from paceline.launch.signals import Stopped
@@ -31,6 +34,7 @@ from paceline.report.log import log
 from paceline.report.record import Record
 from paceline.step import buffer_broadcast
 from paceline.step.average import average
+from paceline.step.like_torch import LossValue, logged, missing
 from paceline.step.manual_loop import ManualLoop
 from paceline.step.step import ComputeGradient
 from paceline.training import Training
@@ -50,6 +54,11 @@ class Pace:
         self._manual = ManualLoop(self.run, self._manual_step, self._refuse_wrapped)
         self._dataset: Any = None  # the last dataset of `batches`
         self._first_call = 0  # the call of `batches` in which the checkpoint was made
+
+    if not TYPE_CHECKING:  # where a name that is not there is an error already
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(missing(name, dir(type(self))))
 
     # attributes for scripts
 
@@ -151,6 +160,7 @@ class Pace:
         try:
             position = cursor.epoch, cursor.next_step
             for batch in global_batches(*source, start=position, workers=workers, times=times(), again=cursor.again):
+                batch.unpack = self.rows
                 yield batch
                 if self.training.stopwatch:
                     self.training.stopwatch.resume()  # exclude what the loop does after its step, such as evaluation
@@ -178,8 +188,8 @@ class Pace:
 
     # the step
 
-    def step(self, batch: Any) -> float:
-        """Forward, backward, all-reduce, optimizer step. Returns the mean loss over the global batch.
+    def step(self, batch: Any) -> LossValue:
+        """Forward, backward, all-reduce, optimizer step. Returns the mean loss over the global batch, a float.
 
         ``batch`` comes from `batches`, or contains this process's own samples, in the form of the dataset.
         Raises LinkError, NotFinite (a FloatingPointError), NoGradient (a RuntimeError), UnlikeOptions (a ValueError),
@@ -191,7 +201,7 @@ class Pace:
         auto_resume.on_step_without_data(self)
         return self.training.step(batch)
 
-    def _manual_step(self, batch: GlobalBatch, gradient: ComputeGradient) -> float:
+    def _manual_step(self, batch: GlobalBatch, gradient: ComputeGradient) -> LossValue:
         auto_resume.on_step_without_data(self)
         loss = self.training.step(batch, gradient)
         self.settle()  # the user's own loop may read weights at any point
@@ -213,7 +223,7 @@ class Pace:
         """Clips the next `update` by the norm of the global gradient."""
         self._manual.clip(norm)
 
-    def update(self) -> float:
+    def update(self) -> LossValue:
         """After `backward`: all-reduces the gradients and applies them. Returns the global mean loss."""
         return self._manual.update()
 
@@ -228,6 +238,23 @@ class Pace:
         `save`, `evaluate`, `export`, `close`, ``state_dict`` and calls of the model do so by themselves.
         """
         self.run.settle()
+
+    # numbers and tensors of one's own
+
+    def log(self, name: str, value: float) -> None:
+        """Adds a number at the last step to the record; reports and trackers show it. Of several processes, the
+        leader's counts."""
+        self.run.record.write("log", step=max(0, self.run.num_steps - 1), name=str(name), value=logged(name, value))
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all processes, one after the other along the first dimension, in every process. Collective."""
+        with self.training.collective("gathering a tensor"):
+            return gather.gather(self.control, tensor)
+
+    def all_reduce(self, tensor: Tensor, operation: str = "sum") -> Tensor:
+        """The ``sum``, ``max`` or ``min`` over all processes, added in one order, in every process. Collective."""
+        with self.training.collective("reducing a tensor"):
+            return gather.all_reduce(self.control, tensor, operation)
 
     # operations of one process per node, and collective evaluation
 

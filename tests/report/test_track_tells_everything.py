@@ -38,6 +38,15 @@ def test_tensorboard_gets_what_the_record_has(tmp_path):
     assert num_scalars > 40 * 8
 
 
+def test_numbers_that_the_script_logs_keep_their_names(tmp_path):
+    module("tensorboard")
+    logged = [{"event": "log", "time": 3.0 + n, "step": n, "name": "f1", "value": n / 2} for n in range(3)]
+    nothing = {"event": "log", "time": 7.0, "step": 3, "name": "f1", "value": "nan"}
+    run = records.write(tmp_path, records.join(), *(records.step(n) for n in range(4)), *logged, nothing)
+    trackers.follow(run, "tensorboard")
+    assert curve(run, "f1") == [(0, 0.0), (1, 0.5), (2, 1.0)]
+
+
 @pytest.mark.parametrize(
     ("fields", "samples"),
     [({}, 640.0), ({"samples": 32}, 32), ({"rows": 32, "samples": 32}, 32), ({"rows": 32, "samples": 16}, 32)],

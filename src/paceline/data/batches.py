@@ -64,6 +64,17 @@ class Batch(GlobalBatch):
     def __post_init__(self) -> None:
         self.weight, self.assigned, self.num_local_samples = float(len(self.indices)), True, 0
         self._take: Callable[[Batch, Share], Any] = Batch.fetch
+        self.unpack: Callable[[Batch], Any] | None = None  # of the batch to this process's samples, as `Pace.rows`
+
+    def __iter__(self) -> Iterator[Any]:
+        """This process's samples: ``x, y = batch``."""
+        samples = self.unpack(self) if self.unpack else None
+        if samples is None:
+            raise ValueError(
+                f"this process has no samples of the batch ({len(self.indices)} in all), so it cannot be unpacked; use "
+                f"rows = pace.rows(batch), which is None then, and call pace.update() all the same"
+            )
+        return iter(samples)
 
     @property
     def next(self) -> Position:

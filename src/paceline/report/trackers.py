@@ -66,6 +66,11 @@ def _send(sink: Tracker, event: Mapping[str, Any], last: int) -> tuple[int, int]
     kind = event["event"]
     if kind in ("join", "plan"):
         sink.describe({f"{kind}/{key}": value for key, value in event.items() if key not in ("event", "time")})
+    if kind == "log" and isinstance(event.get("value"), int | float):
+        sink.scalars(
+            {str(event.get("name")): float(event["value"])}, max(0, int(event.get("step", last))), event["time"]
+        )
+        return last, 1
     if kind not in EVENTS:
         return last, 0
     if kind == "step" and isinstance(event.get("step"), int):

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 from paceline.report.page import bars, summary
-from paceline.report.page.quantities import MACHINE, TRAINING, charts
+from paceline.report.page.quantities import MACHINE, TRAINING, charts, own
 from paceline.report.page.run import Run, load
 from paceline.report.page.scaling import scaling
 from paceline.report.record import write_whole
@@ -40,7 +40,7 @@ def render(runs: Sequence[Run]) -> str:
     several = len(runs) > 1
     sections = [
         ("Result", "wide", summary.compared(runs) if several else summary.tiles(runs[0])),
-        ("Training", "", "".join(charts(TRAINING, runs))),
+        ("Training", "", "".join(charts([*TRAINING, *own(runs)], runs))),
         ("Scaling", "", scaling(runs)),
         ("Speed", "", bars.speedups(runs) + bars.times(runs)),
         ("Machine", "", "".join(charts(MACHINE, runs))),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.report.page.charts import Axis, Line, chart
-from paceline.report.page.run import Run
+from paceline.report.page.run import OWN, Run
 
 NUM_POINTS = 800  # of one quantity, over all runs: so that the page stays below a megabyte
 MAX_POINTS = 300  # of one curve: as many as a phone can show
@@ -77,6 +77,16 @@ MACHINE = (
     Chart("gpu", "GPUs", "busy, mean over this node's", "%", "", "usage", {"busy": "gpu_percent"}),
     Chart("gpu-memory", "GPU memory", "in use, all of this node's", "{}", "B", "usage", {"in use": "gpu_memory_bytes"}),
 )
+
+
+def own(runs: Sequence[Run]) -> list[Chart]:
+    """Charts of what the scripts logged, by name."""
+    names = [name for run in runs for name in run.logged.names if name.startswith(OWN)]
+    return [
+        Chart(f"own-{i}", short, "logged by the script", "value", "", "logged", {short: name}, from_zero=False)
+        for i, name in enumerate(dict.fromkeys(names))
+        if (short := name.removeprefix(OWN))
+    ]
 
 
 def charts(wanted: Sequence[Chart], runs: Sequence[Run]) -> Iterator[str]:

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from paceline.report.record import events
 
+OWN = "own/"  # before the names of values that the script logs
+
 
 class Columns:
     """Each numeric field of some events as a column of float64 values, NaN where an event or all lack the field."""
@@ -37,6 +39,10 @@ class Columns:
         for name, column in self._columns.items():
             column.append(values.get(name, float("nan")))
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._columns)
+
     def cut(self, name: str, value: float) -> None:
         """Drops the rows at or after ``value`` in an increasing column."""
         length = bisect.bisect_left(self[name], value)
@@ -54,6 +60,7 @@ class Run:
     steps: Columns = field(default_factory=Columns)
     epochs: Columns = field(default_factory=Columns)
     usage: Columns = field(default_factory=Columns)
+    logged: Columns = field(default_factory=Columns)  # by `pace.log`; their names are those of charts
     hints: list[str] = field(default_factory=list)
     drifts: list[dict[str, Any]] = field(default_factory=list)  # the events of re-broadcasts
     resumed: list[tuple[float, float]] = field(default_factory=list)  # (step, time_s) of each join after the first
@@ -63,7 +70,8 @@ class Run:
     num_checkpoints: int = 0
 
     def column(self, rows: str, name: str) -> NDArray[np.float64]:
-        """``rows``: "steps" (also ``samples_per_s``, ``exposed_seconds``), "epochs" or "usage" (``memory_bytes``)."""
+        """``rows``: "steps", "epochs", "logged" or "usage". ``name``: a field, or one that is computed from others:
+        ``samples_per_s`` and ``exposed_seconds`` of steps, ``memory_bytes`` of usage."""
         columns: Columns = getattr(self, rows)
         if name == "samples_per_s":
             samples = columns["weight"]  # the loss's divisor, which may count tokens instead
@@ -94,11 +102,14 @@ def load(folder: Path, name: str = "") -> Run:
                 run.num_redone += len(run.steps)
                 run.steps.cut("step", step)
                 run.epochs.cut("step", step)
+                run.logged.cut("step", step)
                 run.num_redone -= len(run.steps)
             last_step = step
             run.steps.add(time_s, event)
         elif kind == "epoch":
             run.epochs.add(time_s, {**event, "step": last_step, **_means(event)})
+        elif kind == "log":
+            run.logged.add(time_s, {"step": event.get("step"), f"{OWN}{event.get('name')}": event.get("value")})
         elif kind == "usage":
             run.usage.add(time_s, {**event, **_cores(event), **_gpu_sums(event.get("gpus") or [])})
         elif kind == "join":

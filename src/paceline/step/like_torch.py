@@ -1,0 +1,71 @@
+"""What loops written for torch expect of a loss, and what to write instead of names that other libraries' objects have.
+
+The loss of a step is a number: backward and the update are done. It has the methods that loops call to log a tensor.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+INSTEAD = {
+    "module": "the model is your own object: use it, as in model.state_dict()",
+    "no_sync": "give join(accumulate=k), or call pace.backward several times before pace.update",
+    "state_dict": "pace.save() saves all state; the weights alone are model.state_dict()",
+    "load_state_dict": "pace.restore() restores all state; for weights alone use model.load_state_dict before join()",
+    "parameters": "the model is your own object: use model.parameters()",
+    "train": "the model is your own object: use model.train()",
+    "eval": "use pace.evaluate(dataset, metric), or model.eval() for what one process computes",
+    "zero_grad": "every step begins without gradients; leave it out",
+    "prepare": "join(model, optimizer, loss, batch_size=...) takes them, and pace.batches(dataset) the data",
+    "set_epoch": "pace.batches shuffles every epoch anew; leave it out",
+    "barrier": "pace.once(work) lets one process of each node work while the others wait",
+    "print": "use: if pace.leader: print(...)",
+    "is_main_process": "use pace.leader",
+    "is_local_main_process": "use pace.once()",
+    "wait_for_everyone": "pace.once(work) lets one process of each node work while the others wait",
+    "unwrap_model": "the model is your own object, and is not wrapped",
+    "clip_grad_norm_": "give join(clip=norm), or call pace.clip(norm) before pace.update",
+    "rank": "use pace.world.rank",
+    "local_rank": "use pace.world.local_rank",
+    "world_size": "use pace.world.world_size",
+    "size": "use pace.world.world_size",
+    "device": "the model's own, next(model.parameters()).device; pace.rows and pace.step move samples there",
+}
+
+
+def missing(name: str, known: Iterable[str]) -> str:
+    """The text of the error for an attribute that `Pace` has not."""
+    close = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], n=1)
+    hint = INSTEAD.get(name) or (f"did you mean {close[0]!r}?" if close else "")
+    return f"what join() returned has no attribute {name!r}" + (f"; {hint}" if hint else "")
+
+
+class LossValue(float):
+    """The mean loss of a step over the global batch."""
+
+    def item(self) -> float:
+        return float(self)
+
+    def detach(self) -> LossValue:
+        return self
+
+    def cpu(self) -> LossValue:
+        return self
+
+    def backward(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "pace.step has computed the gradient and applied it: leave loss.backward() and optimizer.step() out; in a "
+            "loop of your own use rows = pace.rows(batch), pace.backward(loss), pace.update()"
+        )
+
+
+def logged(name: str, value: Any) -> float:
+    """The value as a float. Raises ValueError for what is not one number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"log({name!r}, ...) takes one number, got {value!r:.100}; log parts by their own names"
+        ) from None

@@ -1,0 +1,151 @@
+"""What loops written for torch do with a loss, a batch and a handle works, or is told what to write."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import paceline
+from launching import launch
+from paceline.exchange.flow import gather
+from paceline.report import record
+from paceline.report.page.page import write
+from paceline.step.like_torch import INSTEAD, LossValue
+
+X, Y = torch.randn(10, 3, generator=torch.Generator().manual_seed(1)), torch.arange(10) % 2
+
+
+def joined(**options):
+    torch.manual_seed(2)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, paceline.join(model, optimizer, F.cross_entropy, batch_size=4, engine="sequential", **options)
+
+
+def test_the_loss_of_a_step_is_a_number_that_is_used_as_a_tensor_is():
+    _, pace = joined()
+    with pace:
+        loss = pace.step((X[:4], Y[:4]))
+    assert isinstance(loss, float)
+    assert loss.item() == loss.detach().cpu().item() == float(loss)
+    assert f"{loss:.3f}" == f"{float(loss):.3f}"
+    assert loss < loss + 1
+    with pytest.raises(RuntimeError, match=r"leave loss\.backward\(\) and optimizer\.step\(\) out.*pace\.rows"):
+        loss.backward()
+
+
+def test_a_batch_is_unpacked_to_this_processs_samples():
+    """A loop of one's own over unpacked batches gives the weights of plain PyTorch."""
+    model, pace = joined()
+    plain = nn.Linear(3, 2)
+    plain.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with pace:
+        for x, y in pace.batches(TensorDataset(X, Y), shuffle=False):
+            pace.backward(F.cross_entropy(model(x), y))
+            pace.update()
+    for at in range(0, 10, 4):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(X[at : at + 4]), Y[at : at + 4]).backward()
+        optimizer.step()
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine, its, rtol=1e-6)
+
+
+def test_who_has_no_samples_is_told_what_to_write():
+    _, pace = joined()
+    with pace:
+        batch = next(iter(pace.batches(TensorDataset(X, Y))))
+        batch.unpack = lambda batch: None
+        with pytest.raises(ValueError, match=r"no samples of the batch \(4 in all\).*rows = pace\.rows\(batch\)"):
+            _x, _y = batch
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_names_of_other_libraries_are_told_what_to_write(name):
+    _, pace = joined()
+    with pace, pytest.raises(AttributeError, match="has no attribute") as raised:
+        getattr(pace, name)
+    assert INSTEAD[name] in str(raised.value)
+
+
+def test_a_name_that_is_nearly_right_is_told():
+    _, pace = joined()
+    with pace:
+        with pytest.raises(AttributeError, match="did you mean 'evaluate'"):
+            pace.evaluat(None)
+        with pytest.raises(AttributeError, match=r"has no attribute 'zzzzzz'$"):
+            pace.zzzzzz  # noqa: B018
+        assert not hasattr(pace, "zzzzzz")
+
+
+def test_the_package_lists_what_it_has():
+    assert dir(paceline) == sorted(paceline.__all__)
+    assert all(hasattr(paceline, name) for name in dir(paceline))
+
+
+def test_numbers_of_ones_own_are_in_the_record_and_on_the_page(tmp_path):
+    _, pace = joined(folder=tmp_path / "run")
+    with pace:
+        for step in range(3):
+            loss = pace.step((X[:4], Y[:4]))
+            pace.log("twice <the> loss", torch.tensor(2 * loss))
+            pace.log("step {}", step)
+        pace.log("no number", math.nan)
+        with pytest.raises(ValueError, match=r"log\('both', ...\) takes one number, got tensor"):
+            pace.log("both", torch.ones(2))
+    found = [each for each in record.read(tmp_path / "run") if each["event"] == "log"]
+    assert [(each["step"], each["value"]) for each in found if each["name"] == "step {}"] == [(0, 0), (1, 1), (2, 2)]
+    write([tmp_path / "run"], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "twice &lt;the&gt; loss" in page
+    assert "twice <the>" not in page
+    assert ">step {}<" in page
+
+
+class Alone:
+    """Of one process."""
+
+    def all_gather(self, *messages):
+        return list(messages)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (0, 2)])
+def test_what_is_gathered_has_its_type_and_shape(dtype, shape):
+    tensor = torch.arange(math.prod(shape) or 1)[: math.prod(shape)].view(shape).to(dtype)
+    found = gather.gather(Alone(), tensor)
+    assert found.dtype == dtype
+    assert torch.equal(found, tensor.reshape(1) if shape == () else tensor)
+    assert torch.equal(gather.all_reduce(Alone(), tensor, "max"), tensor)
+
+
+@pytest.mark.parametrize(("engine", "num_nodes"), [("sequential", 2), ("processes:2", 1)])
+def test_every_process_has_what_all_have(tmp_path, engine, num_nodes):
+    """Process r has r + 1 rows of r: the sum, the largest and the least are known."""
+    launch("gathered.py", tmp_path, engine=engine, num_nodes=num_nodes)
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        assert torch.equal(found["rows"], torch.tensor([[0, 0], [1, 1], [1, 1]]))
+        assert found["rank"].tolist() == [0, 1]
+        assert [found[name].tolist() for name in ("sum", "max", "min")] == [[1, 3], [1, 2], [0, 1]]
+        assert "int64 (2, 2), float32 (2, 2); give the same type" in found["types"]
+        assert "shapes (1,), (2,); give the same in every process" in found["shapes"]
+
+
+def test_an_operation_that_is_none_is_told():
+    with pytest.raises(ValueError, match=r"all_reduce\(\) can compute sum, max, min, got 'mean'"):
+        gather.all_reduce(Alone(), torch.ones(1), "mean")
+
+
+def test_a_loss_is_a_number_to_json_and_pickle():
+    import json
+    import pickle
+
+    assert json.dumps(LossValue(0.5)) == "0.5"
+    assert pickle.loads(pickle.dumps(LossValue(0.5))) == 0.5
