@@ -272,9 +272,9 @@ class Pace:
     def evaluate(self, dataset: Any, metric: Callable[..., Any] | None = None, rows: int | None = None) -> Any:
         """Mean of ``metric`` (the job's by default) over a dataset: every sample once, divided among all processes.
 
-        ``metric(output, target)`` is a sum over samples, a (sum, weight), or a dict of these. ``rows``: samples per
-        forward pass, by default as many as in a step, which fit into memory. Collective: every process must call it,
-        as `step` and `save`.
+        ``metric(output, target)`` is a sum over samples, a (sum, weight), or a dict of these; ``(tensor, None)``, such
+        as a confusion matrix, is added up and not divided. ``rows``: samples per forward pass, by default as many as in
+        a step, which fit into memory. Collective: every process must call it, as `step` and `save`.
         """
         metric = metric or self.job.metric
         if metric is None:

@@ -134,6 +134,7 @@ def test_every_process_has_what_all_have(tmp_path, engine, num_nodes):
         assert torch.equal(found["rows"], torch.tensor([[0, 0], [1, 1], [1, 1]]))
         assert found["rank"].tolist() == [0, 1]
         assert [found[name].tolist() for name in ("sum", "max", "min")] == [[1, 3], [1, 2], [0, 1]]
+        assert found["sums"].tolist() == [3, 4]  # of seven samples, divided among both
         assert "int64 (2, 2), float32 (2, 2); give the same type" in found["types"]
         assert "shapes (1,), (2,); give the same in every process" in found["shapes"]
 
@@ -149,3 +150,29 @@ def test_a_loss_is_a_number_to_json_and_pickle():
 
     assert json.dumps(LossValue(0.5)) == "0.5"
     assert pickle.loads(pickle.dumps(LossValue(0.5))) == 0.5
+
+
+def confusion(output, target):
+    """Of two classes, beside a mean."""
+    matrix = torch.zeros(2, 2, dtype=torch.int64)
+    for right, found in zip(target.tolist(), output.argmax(1).tolist(), strict=True):
+        matrix[right, found] += 1
+    return {"matrix": (matrix, None), "right": (output.argmax(1) == target).sum()}
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 10])
+def test_a_confusion_matrix_is_added_up(rows):
+    model, pace = joined()
+    with pace:
+        found = pace.evaluate(TensorDataset(X, Y), confusion, rows=rows)
+        alone = pace.evaluate(TensorDataset(X, Y), lambda output, y: confusion(output, y)["matrix"], rows=rows)
+    whole = confusion(model(X), Y)
+    assert torch.equal(found["matrix"], whole["matrix"][0])
+    assert torch.equal(alone, whole["matrix"][0])
+    assert found["right"] == float(whole["right"]) / 10
+
+
+def test_sums_of_unlike_shapes_are_refused():
+    _, pace = joined()
+    with pace, pytest.raises(ValueError, match=r"\(tensor, None\) of shape \(2,\) after one of \(4,\); .* one shape"):
+        pace.evaluate(TensorDataset(X, Y), lambda output, y: (y, None), rows=4)

@@ -17,6 +17,9 @@ with paceline.join(model, optimizer, F.cross_entropy, batch_size=4) as pace:
         "rank": pace.gather(torch.tensor(rank)),
         **{name: pace.all_reduce(torch.tensor([rank, rank + 1]), name) for name in ("sum", "max", "min")},
     }
+    x, y = torch.arange(21.0).view(7, 3), torch.arange(7) % 2
+    samples = torch.utils.data.TensorDataset(x, y)
+    found["sums"] = pace.evaluate(samples, lambda output, y: (torch.stack([y.sum(), (1 - y).sum()]), None), rows=2)
     for name, call, tensor in (
         ("types", pace.gather, torch.ones(2, 2, dtype=torch.float32 if rank else torch.int64)),
         ("shapes", pace.all_reduce, torch.ones(rank + 1)),

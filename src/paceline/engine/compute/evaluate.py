@@ -1,13 +1,17 @@
-"""Distributed evaluation: a metric over a dataset, every sample counted once, divided among all processes."""
+"""Distributed evaluation: a metric over a dataset, every sample counted once, divided among all processes.
+
+A pair (tensor, None) is added up, such as a confusion matrix; all else becomes a mean.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.contract import Engine
 from paceline.data import batches
@@ -35,6 +39,7 @@ def evaluate(
     own: list[int] = chosen[own_rows.start : own_rows.stop].tolist()
     training = [module for module in model.modules() if module.training]  # some may stay in eval mode (frozen BN)
     sums: dict[str, tuple[float, float]] = {}
+    tensors: dict[str, Tensor] = {}
     moving = getattr(engine, "moving", None)
     model.eval()
     try:
@@ -42,18 +47,49 @@ def evaluate(
             for start in range(0, len(own), rows):
                 some = own[start : start + rows]
                 batch, output = engine.forward(change(source.fetch(some, 0)))
-                _add(sums, counted(metric(output, target(metric, batch)), batch, samples(batch, len(some))))
+                numbers, its_tensors = _divided(metric(output, target(metric, batch)))
+                _add(sums, counted(numbers, batch, samples(batch, len(some))))
+                _add_tensors(tensors, its_tensors)
     finally:
         for module in training:
             module.training = True
     whole: dict[str, tuple[float, float]] = {}
-    received = list(map(json.loads, control.all_gather(json.dumps([team, assignment.node, sums]).encode())))
-    if any(its != team for its, _, _ in received) or len({node for _, node, _ in received}) < assignment.num_nodes:
+    added: dict[str, Tensor] = {}
+    lists = {name: [str(each.dtype).removeprefix("torch."), each.tolist()] for name, each in tensors.items()}
+    received = list(map(json.loads, control.all_gather(json.dumps([team, assignment.node, sums, lists]).encode())))
+    if any(its != team for its, *_ in received) or len({node for _, node, *_ in received}) < assignment.num_nodes:
         return None
-    for _, _, its_sums in received:
+    for _, _, its_sums, its_lists in received:
         _add(whole, its_sums)
+        _add_tensors(
+            added, {name: torch.tensor(each, dtype=getattr(torch, kind)) for name, (kind, each) in its_lists.items()}
+        )
     means = {name: value / weight if weight else float("nan") for name, (value, weight) in whole.items()}
-    return means[""] if set(means) == {""} else means
+    found = {**means, **added}
+    return found[""] if set(found) == {""} else found
+
+
+def _divided(found: Any) -> tuple[Any, dict[str, Tensor]]:
+    """What a metric returned: (means, as `counted` takes them; sums of pairs (sum, None), by name)."""
+    named = found if isinstance(found, Mapping) else {"": found}
+    sums = {
+        str(name): torch.as_tensor(part[0])
+        for name, part in named.items()
+        if isinstance(part, tuple) and len(part) == 2 and part[1] is None
+    }
+    return ({name: part for name, part in named.items() if str(name) not in sums} if sums else found), sums
+
+
+def _add_tensors(sums: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
+    """In 64 bits. Raises ValueError where shapes differ."""
+    for name, part in more.items():
+        wide = part.detach().cpu().to(torch.float64 if part.is_floating_point() else torch.int64)
+        if name in sums and sums[name].shape != wide.shape:
+            raise ValueError(
+                f"the metric returned (tensor, None) of shape {tuple(wide.shape)} after one of "
+                f"{tuple(sums[name].shape)}; these are added up over all batches: return one shape, a sum over samples"
+            )
+        sums[name] = sums[name] + wide if name in sums else wide
 
 
 def _add(sums: dict[str, tuple[float, float]], more: Any) -> None:

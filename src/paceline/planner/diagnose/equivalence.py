@@ -121,7 +121,8 @@ class EquivalenceRun:
 
     def evaluate(self, found: Any, metric: Any) -> None:
         """Notes the result of an evaluation and its metric."""
-        self.evaluated.append(found)
+        values = found if isinstance(found, dict) else {"": found}
+        self.evaluated.append({f"{name} {i}": each for name, value in values.items() for i, each in _listed(value)})
         self.metric = metric
 
     def all_notes(self) -> list[Any]:
@@ -332,10 +333,14 @@ def _read_notes(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / NOTES).read_text()))
 
 
+def _listed(value: Any) -> Iterable[tuple[int, float]]:
+    return enumerate(value.reshape(-1).tolist() if isinstance(value, Tensor) else [value])
+
+
 def _metric(one: list[Any], other: list[Any]) -> float:
     """The largest relative difference of two runs' metrics."""
     largest = 0.0
     for a, b in zip(one, other, strict=False):
-        named = [(a, b)] if not isinstance(a, dict) else [(a[name], b[name]) for name in a if name in b]
+        named = [(a[name], b[name]) for name in a if name in b]
         largest = max([largest, *(abs(x - y) / max(1e-30, abs(y)) for x, y in named if abs(x - y) > 1e-12)])
     return largest
