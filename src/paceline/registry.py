@@ -186,8 +186,7 @@ def _made(room: str, name: str, maker: Any, args: Any, options: dict[str, Any]) 
         inspect.signature(maker).bind(*args, **options)
     except TypeError as error:
         parameters = inspect.signature(maker).parameters
-        what = f"it has no {room} inside" if "inner" in options and "inner" not in parameters else error
-        raise ValueError(f"{room} {name!r}: {what}; it accepts: {', '.join(parameters) or 'no options'}") from None
+        raise ValueError(f"{room} {name!r}: {error}; it accepts: {', '.join(parameters) or 'no options'}") from None
     return maker(*args, **options)
 
 
@@ -203,7 +202,7 @@ def parse(room: str, text: str) -> Any:
         )
     given = own[3] if own else match[2] if match else ""
     args: list[Any] = []
-    options: dict[str, Any] = {"inner": parse(room, inner)} if inner else {}
+    options: dict[str, Any] = {}
     for word in given.split(",") if given else ():
         key, equals, value = word.partition("=")
         if equals:
@@ -211,9 +210,16 @@ def parse(room: str, text: str) -> Any:
         else:
             args.append(_value(key))
     if own:
-        return _made(room, f"{own[1]}:{own[2]}", _imported(room, own[1], own[2]), args, options)
-    assert match
-    return find(room, match[1], *args, **options)
+        name, maker = f"{own[1]}:{own[2]}", _imported(room, own[1], own[2])
+    else:
+        assert match
+        name = match[1]
+        maker = getattr(module(room, name), ROOMS[room])
+    if inner and "inner" in inspect.signature(maker).parameters:
+        options["inner"] = parse(room, inner)
+    elif inner:
+        args.insert(0, parse(room, inner))
+    return _made(room, name, maker, args, options)
 
 
 def attribute(path: str, name: str) -> Any:

@@ -159,6 +159,23 @@ def test_an_outer_step_that_moves_although_it_is_refused(monkeypatch):
     assert found(struck(DEATH, "diloco"))
 
 
+def test_an_average_that_nobody_applies(monkeypatch):
+    monkeypatch.setattr(diloco.Exchange, "average", lambda self, weights, now: None)
+    assert found(struck(DEATH, "diloco", 1))
+
+
+def test_an_average_that_one_rank_leaves_out(monkeypatch):
+    """Planted: it takes part, and keeps its own weights."""
+    average = Rank._average
+
+    def lazy(self, compute, weights, now):
+        targets = average(self, compute, weights, now)
+        return [] if targets and self.id == 1 else targets
+
+    monkeypatch.setattr(Rank, "_average", lazy)
+    assert found(struck(DELAY, "diloco", 3))
+
+
 def test_samples_that_count_again_in_the_next_average(monkeypatch):
     averaged = diloco.Exchange.averaged
 

@@ -314,7 +314,7 @@ def test_wrong_options_are_refused(engine, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("threads:2/pipeline:2", "engine 'threads': it has no engine inside; it accepts: num_threads"),
+        ("threads:2/pipeline:2", "engine 'threads': too many positional arguments; it accepts: num_threads"),
         ("processes:2/replicas:2", "computed by pipeline alone, not by 'replicas'"),
     ],
 )

@@ -234,7 +234,32 @@ def test_what_is_timed_fits_into_the_memory():
     assert fitting_rows(facts, machine) in (39, 40)
     assert {(one.rows, one.copies) for one in examination._settings(facts, machine)} == {(8, 2)}
     _, base = examination._base(False, 12)
-    assert base.rows == 12
+    assert base.rows == 4
+    assert fits("sequential", dataclasses.replace(facts, device="cuda"), machine), (
+        "nobody knows what a GPU's memory holds"
+    )
+
+
+class Gated(nn.Module):
+    """Halves of one tensor, both kept; and a cast of the weight, which does not grow with rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x):
+        a, b = x.chunk(2, 1)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = self.inner(a * b)
+        return out.float()[:, :3]
+
+
+def test_what_forward_keeps_is_extrapolated_from_what_grows_with_rows():
+    rows = 4096
+    job = examined(Gated(), (torch.randn(rows, 128, requires_grad=True), torch.arange(rows) % 3))
+    kept = _Profiler(job, 2, "exact", 1e3).activation_bytes
+    # both halves, the layer's input and weight in 16 bits, what cross-entropy keeps
+    assert kept == pytest.approx(rows * (128 * 4 + 64 * 2 + 3 * 4 + 8) + 64 * 64 * 2, rel=0.02)
 
 
 def time_first(samples):

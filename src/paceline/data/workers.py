@@ -6,7 +6,6 @@ augmentation does not depend on the process that makes it.
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import signal
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.data.collection import collection_off
+from paceline.data import collection  # noqa: F401 - forked processes begin without garbage
 from paceline.data.rng import OwnRng, seed_all
 from paceline.data.sources import Collated, Source, Stream, collate_items
 
@@ -31,18 +30,17 @@ class Prefetcher:
         self, dataset: Dataset[Any], requests: Iterable[Any] | None, num_processes: int, options: dict[str, Any]
     ):
         settings = {"multiprocessing_context": "fork", **options}
-        with collection_off() as collects:
-            settings["worker_init_fn"] = _WorkerInit(settings.get("worker_init_fn"), collects)
-            loader: DataLoader[Any] = DataLoader(
-                dataset,
-                batch_size=None,
-                sampler=requests,
-                num_workers=num_processes,
-                generator=torch.Generator(),  # not the global one, which training uses
-                collate_fn=_identity if _shm_is_large() else _as_bytes,
-                **settings,
-            )
-            self._iterator: Iterator[Any] | None = iter(loader)
+        settings["worker_init_fn"] = _WorkerInit(settings.get("worker_init_fn"))
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=requests,
+            num_workers=num_processes,
+            generator=torch.Generator(),  # not the global one, which training uses
+            collate_fn=_identity if _shm_is_large() else _as_bytes,
+            **settings,
+        )
+        self._iterator: Iterator[Any] | None = iter(loader)
         self._last: tuple[int, Any] = -1, None
 
     def __next__(self) -> Any:
@@ -136,13 +134,10 @@ class Windows(IterableDataset[Any]):
 class _WorkerInit:
     """Initialises a worker process."""
 
-    def __init__(self, user_init: Callable[[int], Any] | None, collects: bool):
-        self.user_init, self.collects = user_init, collects
+    def __init__(self, user_init: Callable[[int], Any] | None):
+        self.user_init = user_init
 
     def __call__(self, number: int) -> None:
-        gc.freeze()  # what there was before the fork is never collected here
-        if self.collects:
-            gc.enable()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
         _close_sockets()

@@ -10,7 +10,8 @@ and the optimizer's state once. Without ``cut`` the first step is computed witho
 divide its forward pass evenly.
 
 *Invariants*: bit-equal to sequential with ``accumulate`` as many micro-batches, whatever the schedule and the cut, if
-the update has as many threads; one stage is sequential. Masks of dropout are each micro-batch's own.
+the update has as many threads (under autocast: where no weight is used twice); one stage is sequential. Dropout masks
+are each micro-batch's own.
 *Cost*: the activations of the micro-batches in flight; idle time of (k - 1) / (micros + k - 1).
 *Source*: Huang et al. 2019 (arXiv 1811.06965), section 2.
 """
@@ -76,7 +77,7 @@ class Engine(sequential.Engine):
         self.local_step = stages if num_stages > 1 else self.local_step
 
     def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
-        if self.local_step.num_micros > 1:  # threads of the update
+        if isinstance(self.local_step, Stages):  # threads of the update
             self.num_threads = affinity.share(0, 1, os.sched_getaffinity(0), allowed=cgroup_limits.cores())[1]
         super().open(model, optimizer, loss, metric)
 

@@ -65,9 +65,10 @@ class Engine(sequential.Engine):
         size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         rank = int(os.environ.get("LOCAL_RANK", str(int(os.environ.get("RANK", "0")) % size)))
         if self.num_processes != size:
+            inside = f"/{type(self.inner).__module__.rpartition('.')[2]}:k" if self.inner else ""
             raise ValueError(
                 f"engine 'processes:{self.num_processes}' needs as many processes on this node, LOCAL_WORLD_SIZE says "
-                f"{size}; start the script with: paceline run --engine processes:{self.num_processes} SCRIPT"
+                f"{size}; start the script with: paceline run --engine processes:{self.num_processes}{inside} SCRIPT"
             )
         if any(p.device.type != "cpu" for p in model.parameters()):
             raise ValueError(
@@ -121,6 +122,7 @@ class Engine(sequential.Engine):
         return os.getpid(), *self.local_group.pids.values()
 
     def sync_norm(self, link: transport.Link | None) -> None:
+        self.local_step.check_sync_norm()
         local_group = LocalGroup(*self.local_place, f"{self.local_group.name}-norm")
         local_group.failure_detector = self.local_group.failure_detector
         self._sum_norms(InStepReduce(local_group, link))

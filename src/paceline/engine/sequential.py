@@ -344,6 +344,7 @@ class Engine(contract.Engine):
         state_store.take_rows(self.optimizer, self.optimizer_index, self.state(), states, windows)
 
     def sync_norm(self, link: transport.Link | None) -> None:
+        self.local_step.check_sync_norm()
         self._sum_norms(InStepReduce(None, link))
 
     def reopen(self, link: transport.Link | None) -> None:
@@ -351,7 +352,6 @@ class Engine(contract.Engine):
             reducer.reopen(link)
 
     def _sum_norms(self, reducer: InStepReduce) -> None:
-        self.local_step.check_sync_norm()
         layers = SyncBatchNorm(self.model)
         layers.convert(reducer.total, reducer.inside)
         reducer.receive, self._in_step, self._sync_norms = layers.receive, reducer.step, layers.computing

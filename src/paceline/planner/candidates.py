@@ -87,6 +87,7 @@ def split(candidate: str, cores: int) -> EngineSpec:
     if (
         unknown
         or not all(name.isidentifier() and (not count or (count.isdigit() and int(count))) for name, _, count in parts)
+        or (parts[1:] and not (says("engine", parts[0][0], "starts_processes") and len(parts) == 2))
         or not all(says("engine", name, "composes") for name, *_ in parts[1:])
     ):
         raise ValueError(
@@ -193,11 +194,14 @@ def needed_bytes(candidate: str, facts: JobFacts, cores: int) -> int:
 
 
 def fits(candidate: str, facts: JobFacts, machine: Machine) -> bool:
-    return needed_bytes(candidate, facts, machine.cores) <= MARGIN * machine.memory_bytes
+    """Whether it fits into the machine's memory. What fits into a GPU's is found by trying."""
+    return facts.device != "cpu" or needed_bytes(candidate, facts, machine.cores) <= MARGIN * machine.memory_bytes
 
 
 def fitting_rows(facts: JobFacts, machine: Machine) -> int:
     """The most samples of a micro-batch that the baseline computes at once in this memory."""
+    if facts.device != "cpu":
+        return facts.part_rows
     others = needed_bytes(BASELINE, replace(facts, activation_bytes=0), machine.cores)
     part = (MARGIN * machine.memory_bytes - others) / max(1, facts.activation_bytes)
     return int(facts.part_rows * min(1.0, max(0.0, part)))

@@ -1,7 +1,8 @@
 """What must hold where nodes train alone and average their weights, whatever has struck.
 
 its own steps     what a rank brings to an average is what plain PyTorch makes of its rows since the last one
-the same average  on all who go on, bit for bit: DiLoCo's outer step over those who took part, by their samples
+the same average  on all who go on, bit for bit: DiLoCo's outer step over those who took part, by their samples;
+                  whoever finishes has applied each that it was not alone in
 no sample twice   in a step; none is left out as long as nobody is lost
 """
 
@@ -21,6 +22,7 @@ from paceline_bench.simulated.schedule import Schedule
 
 def broken(schedule: Schedule, ranks: Sequence[Rank]) -> Iterator[str]:
     yield from _rows(schedule, ranks)
+    yield from _applied(schedule, [rank for rank in ranks if rank.finished])
     alone = {rank.id: _Alone(schedule.how.momentum) for rank in ranks}
     anchor = [weight.detach().clone() for weight in given()[0].parameters()]
     momentum = [torch.zeros_like(weight) for weight in anchor]
@@ -58,6 +60,23 @@ def _rows(schedule: Schedule, ranks: Sequence[Rank]) -> Iterator[str]:
         whole = len(taken) == schedule.size
         if len(set(rows)) < len(rows) or not set(rows) <= set(wanted) or (whole and rows != sorted(wanted)):
             yield f"step {step} of generation {generation} used samples {rows}, its global batch is {sorted(wanted)}"
+
+
+def _applied(schedule: Schedule, finished: Sequence[Rank]) -> Iterator[str]:
+    for rank in finished:
+        newest = {step: part for (step, _), part in sorted(rank.entered.items())}
+        wanted = {step for step in range(schedule.steps) if _is_due(schedule, step)}
+        if newest.keys() != wanted:
+            yield f"rank {rank.id} finished, and averaged after steps {sorted(newest)}, not {sorted(wanted)}"
+        applied = {step for (step, _), _ in rank.averages}
+        if left_out := {step for step, part in newest.items() if part.size > 1} - applied:
+            yield f"rank {rank.id} finished without the averages of steps {sorted(left_out)}"
+    if len({tuple(attempt for attempt, _ in rank.averages) for rank in finished}) > 1:
+        yield f"ranks {[rank.id for rank in finished]} finished and applied unlike averages"
+
+
+def _is_due(schedule: Schedule, step: int) -> bool:
+    return (step + 1) % schedule.how.period == 0 or step + 1 == schedule.steps
 
 
 def _deltas(anchor: Sequence[Tensor], inside: Sequence[Part]) -> list[Tensor]:

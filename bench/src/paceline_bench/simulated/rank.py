@@ -44,6 +44,7 @@ class Part(NamedTuple):
 
     weights: list[Tensor]
     samples: float
+    size: int  # of the ranks that it averages with
 
 
 @cache
@@ -162,7 +163,7 @@ class Rank:
 
     def _average(self, average: Average, weights: Sequence[Tensor], now: bool) -> Sequence[Target] | None:
         assert isinstance(self.exchange, diloco.Exchange)
-        part = Part([weight.clone() for weight in weights], self.exchange.samples)
+        part = Part([weight.clone() for weight in weights], self.exchange.samples, self.control.size)
         if self.exchange.step % self.how.period == 0 or now:
             self.entered[self.now()] = part
         return average(weights, now)

@@ -5,7 +5,6 @@ They are forked before torch starts its thread pool, so that each can start its 
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import select
@@ -15,6 +14,8 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+
+from paceline.data import collection  # noqa: F401 - copies collect none of what only this process can end
 
 MESSAGE_BYTES = 1 << 20
 Work = Callable[[str, dict[str, Any]], Any]
@@ -27,7 +28,6 @@ class ForkedCopies:
         self.deadline = deadline
         self.connections: list[socket.socket] = []
         self.pids: list[int] = []
-        gc.freeze()  # copies collect none of what only this process can end
         for _ in range(count):
             parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with warnings.catch_warnings():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ import psutil
 from paceline.launch.child_processes import end_with
 
 GRACE_S = 3.0
-KILLED = 137  # exit code after SIGKILL
+KILLED = 137, -signal.SIGKILL  # exit codes after SIGKILL: of a child of the command, and its own
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def run_in_process(command: Sequence[str], environment: Mapping[str, str], limit
         errors.seek(0)
         lines = errors.read().decode(errors="replace").strip().splitlines()
     last_line = lines[-1][:300] if lines else f"exit code {code}"
-    return ProcessResult(code, f"{last_line}: killed, as where memory runs out" if code == KILLED else last_line)
+    return ProcessResult(code, f"{last_line}: killed, as where memory runs out" if code in KILLED else last_line)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -33,17 +33,23 @@ class Call:
 
 def activation_bytes(forward: Callable[[], Any], weights: Sequence[Tensor]) -> int:
     """Bytes that ``forward`` keeps for its backward pass, beside the weights; 0 where that cannot be seen."""
-    known, found = {each.untyped_storage().data_ptr() for each in weights}, dict[int, int]()
+    known = {each.untyped_storage().data_ptr() for each in weights}
+    found: dict[
+        int, tuple[int, dict[Any, int]]
+    ] = {}  # by storage: its bytes, and those of each part of it that is kept
 
     def keep(value: Tensor) -> Tensor:
         if value.layout == torch.strided and (storage := value.untyped_storage()).data_ptr() not in known:
-            used = min(value.nbytes, storage.nbytes())  # a slice of a batch is a part of its storage
-            found[storage.data_ptr()] = max(used, found.get(storage.data_ptr(), 0))
+            _, parts = found.setdefault(storage.data_ptr(), (storage.nbytes(), {}))
+            parts[value.storage_offset(), value.shape, value.stride()] = value.nbytes
         return value
 
-    with contextlib.suppress(RuntimeError), torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-        output = forward()  # noqa: F841 kept, so that no memory is used twice
-    return sum(found.values())
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            output = forward()  # noqa: F841 kept, so that no memory is used twice
+    except RuntimeError:
+        return 0
+    return sum(min(whole, sum(parts.values())) for whole, parts in found.values())
 
 
 class LayerTimer:

@@ -134,12 +134,19 @@ class _Profiler:
         self.rows = -(-job.rows // max(1, job.accumulate))  # per micro-batch: more may exceed the memory
         few = job.few(self.rows // 8, self.rows)
         seen = LayerTimer(job.model, lambda: job.compute(job.first_samples(few)), (), set())
-        tensors = [*self.parameters.values(), *job.model.buffers()]
-        kept = activation_bytes(lambda: job.compute(job.first_samples(few)), tensors)
-        self.activation_bytes = kept * self.rows // few
+        self.activation_bytes = self._activations(few)
         rows = {name: seen.rows.get(id(p), 0) * job.rows // few for name, p in self.parameters.items()}
         self.updates = Updates(job.engine, job.optimizer, self.parameters, rows, job.clip)
         self.optimizer_takes_factors = self.updates.optimizer_takes_factors
+
+    def _activations(self, rows: int) -> int:
+        """What forward keeps of a micro-batch, by a line through two sizes: casts of weights do not grow with rows."""
+        tensors = [*self.parameters.values(), *self.job.model.buffers()]
+        fewer = self.job.few(rows // 2, rows)
+        sizes = dict.fromkeys((rows, fewer))
+        kept = {n: activation_bytes(lambda n=n: self.job.compute(self.job.first_samples(n)), tensors) for n in sizes}  # type: ignore[misc]
+        each = (kept[rows] - kept[fewer]) / (rows - fewer) if rows > fewer else 0.0
+        return kept[rows] + max(0, round(each * (self.rows - rows)))
 
     @property
     def spent(self) -> float:
@@ -209,7 +216,7 @@ class _Profiler:
             self.activation_bytes,
             job.division,
             -(-job.rows // self.rows),
-            max(RUNTIME_BYTES, self.runtime_bytes),
+            max(RUNTIME_BYTES, self.runtime_bytes - sum(tensor.nbytes for tensor in tensors)),
         )
 
     def _settings(self, facts: JobFacts, machine: Machine) -> list[Setting]:
@@ -217,7 +224,7 @@ class _Profiler:
         by importance."""
         found: dict[Setting, None] = {}
         listed = candidates(self.level, machine, facts, planned())
-        for candidate in [each for each in listed if fits(each, facts, machine)] or listed:
+        for candidate in [each for each in listed if fits(each, facts, machine)] or listed[:1]:
             setting = Setting.of(split(candidate, self.cores), facts.part_rows, self.optimizer_takes_factors)
             if setting.copies == 1 or self.job.cuts:
                 found[setting] = None
@@ -234,6 +241,7 @@ class _Profiler:
             with autocast(setting.words, list(self.parameters.values())[:1]):
                 self.job.compute(batch)
 
+        self.layers = None  # whose inputs need memory
         self.layers = LayerTimer(self.job.model, forward, setting.words, self._absorbed(setting))
         return self.layers
 
@@ -276,7 +284,9 @@ class _Profiler:
         few_rows = self.job.few(self.rows // 8, self.rows)
         self._step(few_rows, factors)
         about_s = self._step(few_rows, factors) * self.rows / few_rows
-        whole = (about_s < self.budget_s / 15 and self.rows <= most) or self.rows < 8 or not self.job.cuts
+        most = max(1, most // 3) if most < self.rows else most  # layers' inputs are kept too, beside a whole forward
+        small = self.rows <= most and (about_s < self.budget_s / 15 or self.rows < 8)
+        whole = small or not self.job.cuts
         rows = self.rows if whole else self.job.few(min(most, self.rows // 4), self.rows)
         base = Setting(1, rows, factors=factors)
         layers = self._record(base)
