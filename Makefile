@@ -32,7 +32,7 @@ test-gpu: $(VENV)/.ready
 	PACELINE_TEST_DEVICE=cuda $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not dear"
 
 test-dear: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m dear
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m dear --durations 20
 
 test-all: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
