@@ -34,7 +34,7 @@ from paceline.report.log import log
 from paceline.report.record import Record
 from paceline.step import buffer_broadcast
 from paceline.step.average import average
-from paceline.step.like_torch import LossValue, logged, missing
+from paceline.step.like_torch import logged, missing
 from paceline.step.manual_loop import ManualLoop
 from paceline.step.step import ComputeGradient
 from paceline.training import Training
@@ -188,8 +188,8 @@ class Pace:
 
     # the step
 
-    def step(self, batch: Any) -> LossValue:
-        """Forward, backward, all-reduce, optimizer step. Returns the mean loss over the global batch, a float.
+    def step(self, batch: Any) -> float:
+        """Forward, backward, all-reduce, optimizer step. Returns the mean loss over the global batch.
 
         ``batch`` comes from `batches`, or contains this process's own samples, in the form of the dataset.
         Raises LinkError, NotFinite (a FloatingPointError), NoGradient (a RuntimeError), UnlikeOptions (a ValueError),
@@ -201,7 +201,7 @@ class Pace:
         auto_resume.on_step_without_data(self)
         return self.training.step(batch)
 
-    def _manual_step(self, batch: GlobalBatch, gradient: ComputeGradient) -> LossValue:
+    def _manual_step(self, batch: GlobalBatch, gradient: ComputeGradient) -> float:
         auto_resume.on_step_without_data(self)
         loss = self.training.step(batch, gradient)
         self.settle()  # the user's own loop may read weights at any point
@@ -223,7 +223,7 @@ class Pace:
         """Clips the next `update` by the norm of the global gradient."""
         self._manual.clip(norm)
 
-    def update(self) -> LossValue:
+    def update(self) -> float:
         """After `backward`: all-reduces the gradients and applies them. Returns the global mean loss."""
         return self._manual.update()
 

@@ -43,7 +43,6 @@ from paceline.report.stragglers import Stragglers
 from paceline.step.average import average
 from paceline.step.forward_state_sync import ForwardStateSync
 from paceline.step.hints import Hints
-from paceline.step.like_torch import LossValue
 from paceline.step.rebalance import Rebalance
 from paceline.step.redistribution import Redistribution
 from paceline.step.replica_sync import ReplicaSync
@@ -188,7 +187,7 @@ class Training:
         log.warning(text)
         self.run.record.write("late", step=self.run.num_steps, text=text)
 
-    def step(self, batch: GlobalBatch, gradient: ComputeGradient | None = None) -> LossValue:
+    def step(self, batch: GlobalBatch, gradient: ComputeGradient | None = None) -> float:
         run, cursor = self.run, self.run.cursor
         if not self._stepped:
             self._own_steps.refuse()
@@ -216,7 +215,7 @@ class Training:
             cursor.epoch, cursor.next_step = (epoch + 1, 0) if batch.ends_epoch else (epoch, batch.step + 1)
         if vote.stop_signal or vote.launcher_lost:
             self.end(vote.stop_signal or HANGUP)
-        return LossValue(vote.loss_sum / vote.weight if vote.weight else float("nan"))
+        return vote.loss_sum / vote.weight if vote.weight else float("nan")
 
     _stepped = False
     _unstepped = False  # whether to report at the end that `step` was never called

@@ -1,13 +1,10 @@
-"""What loops written for torch expect of a loss, and what to write instead of names that other libraries' objects have.
-
-The loss of a step is a number: backward and the update are done. It has the methods that loops call to log a tensor.
-"""
+"""What to write instead of names that other libraries' handles have, and which numbers can be logged."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 INSTEAD = {
     "module": "the model is your own object: use it, as in model.state_dict()",
@@ -40,25 +37,6 @@ def missing(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], n=1)
     hint = INSTEAD.get(name) or (f"did you mean {close[0]!r}?" if close else "")
     return f"what join() returned has no attribute {name!r}" + (f"; {hint}" if hint else "")
-
-
-class LossValue(float):
-    """The mean loss of a step over the global batch."""
-
-    def item(self) -> float:
-        return float(self)
-
-    def detach(self) -> LossValue:
-        return self
-
-    def cpu(self) -> LossValue:
-        return self
-
-    def backward(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(
-            "pace.step has computed the gradient and applied it: leave loss.backward() and optimizer.step() out; in a "
-            "loop of your own use rows = pace.rows(batch), pace.backward(loss), pace.update()"
-        )
 
 
 def logged(name: str, value: Any) -> float:

@@ -14,7 +14,6 @@ from paceline.data.batches import UserBatch
 from paceline.engine.checks.loss_graph import refuse_scaled
 from paceline.engine.compute.batch import mapped, samples
 from paceline.messages import Vote
-from paceline.step.like_torch import LossValue
 from paceline.step.run_state import RunState
 from paceline.step.step import ComputeGradient
 
@@ -74,7 +73,7 @@ class ManualLoop:
     """
 
     def __init__(
-        self, run: RunState, take_step: Callable[[GlobalBatch, ComputeGradient], LossValue], refuses: Callable[[], None]
+        self, run: RunState, take_step: Callable[[GlobalBatch, ComputeGradient], float], refuses: Callable[[], None]
     ):
         self.run, self.take_step, self.refuses = run, take_step, refuses
         self._step: ManualStep | None = None
@@ -117,7 +116,7 @@ class ManualLoop:
             raise ValueError("clip() needs the norm of the whole gradient; with it, use join(overlap='backward')")
         self._clip = norm
 
-    def update(self) -> LossValue:
+    def update(self) -> float:
         self._refuse()
         run = self.run
         step = self._step or ManualStep(self._given(), 0)
