@@ -65,7 +65,7 @@ def limited(tmp_path):
     group.rmdir()
 
 
-def test_what_does_not_fit_as_replicas_is_planned_and_trained_as_a_pipeline(limited):
+def test_a_plan_refuses_what_needs_more_and_its_choice_trains(limited):
     """Its activations are two thirds of the memory, and those of a few micro-batches a fourth."""
     found = limited("plan", "--budget", "20")
     assert found.returncode == 0, found.stderr
