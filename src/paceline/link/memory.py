@@ -186,15 +186,15 @@ class Link(transport.Link):
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> transport.Handle:
         self._post(self._number(f"{self.rank} to {peer}, tag {tag}"), "send", tensor, (peer,))
         self.sent_bytes += tensor.numel() * tensor.itemsize
-        return _Handle(self, ("", 0), (), lambda _: tensor)
+        return _Handle(self, ("sent", 0), (), lambda _: tensor)  # no lane has such a name
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> transport.Handle:
         key = self._number(f"{peer} to {self.rank}, tag {tag}")
         return _Handle(self, key, (peer,), lambda parts: tensor.copy_(parts[0][1]))
 
     def cost(self, operation: str, num_bytes: int) -> CommCost:
-        if operation in ("send", "recv"):
-            return CommCost(1, num_bytes if operation == "send" else 0)
+        if operation in ("send", "recv", "shift"):
+            return CommCost(1, 0 if operation == "recv" else num_bytes)
         return CommCost(1, num_bytes * (self.size - 1))
 
     def close(self) -> None:

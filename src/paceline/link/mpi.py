@@ -209,7 +209,7 @@ class Link(transport.Link):
             return CommCost(2 * rounds, others * (size + 1) * num_bytes // size**2)
         if operation == "broadcast":
             return CommCost(rounds, others * num_bytes // size)
-        return CommCost(1, num_bytes if operation == "send" else 0)
+        return CommCost(1, 0 if operation == "recv" else num_bytes)
 
     def failure(self, what: str, waited_s: float, error: Exception | None = None) -> LinkError:
         """The error for a failed operation: which peer, on which host, after how long a wait."""

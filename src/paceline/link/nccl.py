@@ -76,6 +76,11 @@ class Group:
     def allgather(self, results: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> Any:
         return self._begin(tensors[0], lambda group: group.allgather(results, tensors))
 
+    def alltoall_base(
+        self, into: Tensor, out: Tensor, into_splits: Sequence[int], out_splits: Sequence[int], options: Any
+    ) -> Any:
+        return self._begin(out, lambda group: group.alltoall_base(into, out, into_splits, out_splits, options))
+
     def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Any:
         return self._begin(tensors[0], lambda group: group.broadcast(tensors, options))
 

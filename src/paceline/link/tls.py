@@ -26,7 +26,7 @@ from paceline.link.net.tls_messages import Mail, Work
 
 SLICE_BYTES = 4 << 20  # of a sum, for each rank: while one is added up, others are being sent
 MARGIN_S = 0.5  # the mesh times out so much earlier than the caller's wait, so that its error is reported
-SUM, GATHER, SPREAD, MAIL = b"s", b"g", b"b", b"m"
+SUM, GATHER, SPREAD, SCATTER, MAIL = b"s", b"g", b"b", b"t", b"m"
 HALVES = torch.bfloat16, torch.float16
 
 dist: Any = torch.distributed  # its stubs leave out what we use
@@ -123,6 +123,19 @@ class _Group:
         for peer in self.others:
             self._mail.receive(peer, key, _octets(flats[peer]), whole)
             self._mail.send(peer, key, _octets(own), whole)
+        return whole
+
+    def alltoall_base(
+        self, into: Tensor, out: Tensor, into_splits: Sequence[int], out_splits: Sequence[int], options: Any
+    ) -> Work:
+        """Of even parts: those of ``out`` go to the ranks in order."""
+        key, received, sent = (SCATTER, next(self._numbers), 0), _flat(into), _flat(out)
+        parts = list(zip(received.chunk(self.size), sent.chunk(self.size), strict=True))
+        parts[self.rank][0].copy_(parts[self.rank][1])
+        whole = Work(2 * len(self.others), _copy_back(received, into))
+        for peer in self.others:
+            self._mail.receive(peer, key, _octets(parts[peer][0]), whole)
+            self._mail.send(peer, key, _octets(parts[peer][1]), whole)
         return whole
 
     def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Work:

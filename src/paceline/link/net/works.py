@@ -89,18 +89,6 @@ class Done(transport.Handle):
         return self.result
 
 
-class Then(transport.Handle):
-    def __init__(self, handle: transport.Handle, then: Callable[[], Any]):
-        self.handle, self.then = handle, then
-
-    def done(self) -> bool:
-        return self.handle.done()
-
-    def wait(self, deadline_s: float | None = None) -> Any:
-        self.handle.wait(deadline_s)
-        return self.then()
-
-
 def loss(link: transport.Link, peer: int | None, what: str, waited_s: float, error: Exception | None) -> LinkError:
     """The error for an operation that failed. ``peer``: the rank that is known to have failed, if any."""
     detector = link.detector
