@@ -17,6 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from paceline.report.log import log
+
 
 class Journal:
     """``done``: the lines so far. ``job``: a digest of all inputs on which the lines depend."""
@@ -26,7 +28,11 @@ class Journal:
         self.path = path
         while True:
             self._file = path.open("a+b")
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log.info(f"another process does the same work, {path} is its journal: waiting until it ends")
+                fcntl.flock(self._file, fcntl.LOCK_EX)  # of a process that lives: it ends with it
             # the previous holder may have removed the file: then this handle is of the removed file
             if path.exists() and os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
                 break
