@@ -27,6 +27,7 @@ from paceline.messages import (
     Gradient,
     Round,
     RowRange,
+    Shard,
     StepContext,
     StepOutcome,
     Tally,
@@ -63,18 +64,15 @@ class Share(Protocol):
 class GlobalBatch:
     """The batch that all processes compute together in one step. ``weight``: its number of rows, known in advance.
 
-    ``epoch``, ``step``, ``num_steps``: its position in the data, and the steps of its epoch, where they are known.
-    ``wait_s``: seconds of waiting for its rows, so far. ``assigned``: whether an `Assignment` divides its rows.
-    ``num_local_samples``: how many samples `share` returned here, where that is known.
+    ``epoch``, ``step``, ``num_steps``: its position in the data, and the steps of its epoch, where known. ``wait_s``:
+    seconds of waiting for its rows. ``assigned``: an `Assignment` divides them. ``num_local_samples``: of `share`.
     """
 
     weight: float
     epoch: int | None = None
     step: int | None = None
     num_steps: int | None = None
-    ends_epoch = False
-    wait_s = 0.0
-    assigned = False
+    ends_epoch, wait_s, assigned = False, 0.0, False
     num_local_samples: int | None = None
 
     def share(self, assignment: Share) -> Any:
@@ -101,6 +99,26 @@ class EngineTraits:
     divided: bool = False  # a global batch is computed in several parts, in this process or in several
     accumulate: int = 1  # micro-batches in which a share is computed
     seed: int = 0  # of the random states of virtual shards
+
+
+class DividedOptimizer:
+    """An optimizer that updates these ``shards`` of the weights and no others, and has the state of no others, from
+    `divide` until `assemble`. Without any it holds the whole. State tensors of a weight's shape are cut as it is."""
+
+    shards: Sequence[Shard] = ()
+
+    def divide(self, shards: Sequence[Shard]) -> None:
+        raise NotImplementedError
+
+    def values(self, shard: Shard) -> Tensor:
+        raise NotImplementedError
+
+    def state(self, shard: Shard) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def assemble(self, states: Mapping[Shard, Mapping[str, Any]]) -> None:
+        """``states``: of shards that are all weights together."""
+        raise NotImplementedError
 
 
 class EngineState:
@@ -137,6 +155,10 @@ class EngineState:
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Loads a complete ``state_dict``, the same on every process of the node."""
+        raise NotImplementedError
+
+    def divided_optimizer(self) -> DividedOptimizer:
+        """For exchanges that divide its work between nodes. Raises ValueError for optimizers that cannot be divided."""
         raise NotImplementedError
 
     def optimizer_rows(self, windows: Mapping[str, RowRange]) -> dict[str, dict[str, Any]]:
@@ -219,9 +241,8 @@ class Engine(EngineTraits, EngineState, EngineOnNode):
 
     def apply(self, update: Update) -> bool:
         """Applies an update; the only writer of weights during training. False, without any change, if ``rule.check``
-        found the gradient not finite. Every process of the node calls it; one of them has the node's targets.
-
-        With pending gradients it returns True; they are applied while the next step's forward pass runs.
+        found the gradient not finite. Every process of the node calls it; one of them has the node's targets. With
+        pending gradients it returns True; they are applied while the next step's forward pass runs.
         """
         raise NotImplementedError
 
@@ -296,6 +317,7 @@ class ExchangeTraits:
     fidelity = "exact"
     consensus = "step"
     uses_codec = True
+    divides_optimizer: bool = False  # each node updates a part of the weights, and `average` collects them
     factors: bool = False  # gradients of fully-connected layers may be sent as factors
     fixed_order: bool = False  # sums are bit-equal for any assignment of shares to nodes
     factor_codec: Codec | None = None  # of factors that are sent; None: the exact one
@@ -310,18 +332,9 @@ class ExchangeTraits:
 class Exchange(ExchangeTraits):
     """Gradient synchronisation: how nodes communicate the gradients of one step."""
 
-    def open(
-        self,
-        buckets: Sequence[Bucket],
-        link: Link,
-        codec: Codec,
-        rows: int = 1,
-        seed: int = 0,
-        optimizer_takes_factors: bool = False,
-        weights: Mapping[str, Tensor] = {},
-    ) -> None:
-        """``optimizer_takes_factors``: the engine's optimizer accepts factors, which then help even on one node.
-        ``weights``: the engine's, by name, not to be changed; they have their initial values at the first `begin`."""
+    def open(self, engine: Engine, link: Link, codec: Codec, rows: int = 1, seed: int = 0) -> None:
+        """``engine``: it is open, and its weights, not to be changed, have their initial values at the first `begin`.
+        ``rows``: the largest number that a rank computes per step, as expected before the first one."""
         raise NotImplementedError
 
     def forms(self) -> Sequence[str]:
@@ -347,10 +360,11 @@ class Exchange(ExchangeTraits):
         """The outcome of the step, from the tally of votes. Only this method changes a codec's memory."""
         raise NotImplementedError
 
-    def average(self, weights: Sequence[Tensor], now: bool) -> Sequence[Target] | None:
+    def average(self, weights: Sequence[Tensor], now: bool, state: bool = False) -> Sequence[Target] | None:
         """The averaged weights, for schemes such as local SGD; None where no average is due.
 
         Called after each update. ``now``: average at once, before saving, evaluating, or the end of training.
+        ``state``: an optimizer that is divided holds the whole state on every rank after `averaged`.
         After a change of members it may be called again before `averaged`.
         """
         return None

@@ -14,6 +14,10 @@ class LinkError(ConnectionError):
         self.peer, self.resumes = peer, resumes
 
 
+class ShardsLost(RuntimeError):
+    """Raised by every process with the same text: state that was divided between nodes is on none of them any more."""
+
+
 class CheckpointError(OSError):
     """A checkpoint cannot be written, or is incomplete. ``errno``: that of the operating system, where it has one."""
 

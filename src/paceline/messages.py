@@ -17,10 +17,9 @@ if TYPE_CHECKING:  # the planner uses these types without the seconds that impor
     from torch import Tensor
 
 DENSE, FACTORS = "dense", "factors"
-SUM, MAX, ALL_GATHER = "sum", "max", "all-gather"
-
-
+SUM, MAX, ALL_GATHER, REDUCE_SCATTER, SHIFT = "sum", "max", "all-gather", "reduce-scatter", "shift"
 RowRange = tuple[int, int]  # rows of a weight: (first, end); end 0: all rows
+Shard = tuple[str, int, int]  # values of a weight, in the order of a contiguous tensor: (name, first, end)
 
 
 class Decision(enum.Enum):
@@ -58,8 +57,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Round:
-    """A collective that a codec will run, known before the step: SUM, MAX or ALL_GATHER of at most ``max_bytes`` per
-    rank. ``even``: of as many bytes on every rank."""
+    """A collective that a codec will run, known before the step, of at most ``max_bytes`` per rank. ``even``: of as
+    many bytes on every rank."""
 
     operation: str
     max_bytes: int
@@ -68,8 +67,8 @@ class Round:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective that a codec runs now. Its result: the sum, or the largest values, in the payload's memory; or every
-    rank's payload, in rank order."""
+    """A collective that a codec runs now. Its result: the sum, or the largest values, in the payload's memory; every
+    rank's payload, in rank order; this rank's slice of the sum of (size, n) values; the payload of the rank before."""
 
     operation: str
     payload: Tensor
@@ -160,6 +159,7 @@ class Vote:
     busy: float = 0.0  # seconds of this step without the waits for other nodes
     fixed: float = 0.0  # the part of ``busy`` that does not depend on the rows: the update
     multiply: float = 0.0  # seconds per FLOP of computing a gradient from factors; 0: not measured
+    squares: float = 0.0  # the sum of squares of this node's part of the gradient, where each node has a part
     hash: int = 0  # of a slice of the weights before the step; equal on all replicas
     options: int = 0  # checksum of the optimizer's options
     options_differ: bool = False  # of merged votes: these checksums differ
@@ -184,7 +184,7 @@ class Vote:
     MAX_TERMS = 32
     NO_SOURCE = (1 << 32) - 1  # in ``source``
 
-    _HEAD = struct.Struct("<???ddIddddddqI?B?I??IIIIIIIII")
+    _HEAD = struct.Struct("<???ddIdddddddqI?B?I??IIIIIIIII")
     _SHARE = struct.Struct("<ddd")
 
     def pack(self) -> bytes:
@@ -245,6 +245,7 @@ class Vote:
             busy=max(b.busy for b in votes),
             fixed=max(b.fixed for b in votes),
             multiply=max(b.multiply for b in votes),
+            squares=sum(b.squares for b in votes),
             hash=first.hash,
             options=first.options,
             options_differ=any(b.options_differ or b.options != first.options for b in votes),
@@ -328,6 +329,7 @@ class UpdateRule:
     clip: float | None = None  # global norm
     check: bool = False  # change nothing if the gradient is not finite
     step: int = 0  # the step's number, for messages
+    squares: float = 0.0  # of the whole sum, where each node has a part of it
 
 
 @dataclass(frozen=True)

@@ -294,7 +294,7 @@ class Training:
         self.run.settle()
         try:
             with self.collective("leaving"):
-                average(self.run)
+                average(self.run, state=True)
                 if self.run.control.tolerates_loss:
                     self.run.control.all_gather(b"")  # no process ends before all have the outcome of the last step
         except LinkError as error:

@@ -8,8 +8,9 @@ import pytest
 from paceline.elastic import assignment
 from paceline.elastic.fault_tolerant import FaultTolerantControl
 from paceline.elastic.quorum import MemberHistory, MemberStatus, QuorumDecision, QuorumVerdict
+from paceline.engine.node.divided_optimizer import DividedOptimizer
 from paceline.errors import LinkError
-from paceline.exchange import allreduce, diloco
+from paceline.exchange import allreduce, diloco, server
 from paceline.exchange.flow.control import Control, counted
 from paceline.messages import Decision as Outcome
 from paceline.messages import StepOutcome, Vote
@@ -44,6 +45,8 @@ def found(schedules):
         (DEATH, "drifting"),
         (DEATH, "diloco"),
         (PARTITION, "diloco"),
+        (DEATH, "server"),
+        (PARTITION, "server"),
         (PARTITION, "factors"),
     ],
 )
@@ -160,7 +163,7 @@ def test_an_outer_step_that_moves_although_it_is_refused(monkeypatch):
 
 
 def test_an_average_that_nobody_applies(monkeypatch):
-    monkeypatch.setattr(diloco.Exchange, "average", lambda self, weights, now: None)
+    monkeypatch.setattr(diloco.Exchange, "average", lambda self, *given: None)
     assert found(struck(DEATH, "diloco", 1))
 
 
@@ -168,8 +171,8 @@ def test_an_average_that_one_rank_leaves_out(monkeypatch):
     """Planted: it takes part, and keeps its own weights."""
     average = Rank._average
 
-    def lazy(self, compute, weights, now):
-        targets = average(self, compute, weights, now)
+    def lazy(self, compute, *given):
+        targets = average(self, compute, *given)
         return [] if targets and self.id == 1 else targets
 
     monkeypatch.setattr(Rank, "_average", lazy)
@@ -186,6 +189,70 @@ def test_samples_that_count_again_in_the_next_average(monkeypatch):
 
     monkeypatch.setattr(diloco.Exchange, "averaged", kept)
     assert found(struck(DEATH, "diloco", 3))
+
+
+def test_a_copy_of_a_part_whose_sum_did_not_arrive(monkeypatch):
+    """Planted: the node that has the copy updates it by its own gradient."""
+    run = server.Push.run
+
+    def own(self, bucket, values, state, context):
+        before, length = values.clone(), -(-bucket.numel // context.size)
+        coded = yield from run(self, bucket, values, state, context)
+        part = (context.rank - 1) % context.size
+        copy = slice(part * length, (part + 1) * length)
+        if not self.to_all:
+            coded.total[copy] = before[copy]
+        return coded
+
+    monkeypatch.setattr(server.Push, "run", own)
+    assert found(struck(DEATH, "server"))
+
+
+def test_a_part_whose_state_is_forgotten_when_parts_are_divided_anew(monkeypatch):
+    assembled = DividedOptimizer.assemble
+
+    def forgetful(self, states):
+        return assembled(self, {shard: {} for shard in states})
+
+    monkeypatch.setattr(DividedOptimizer, "assemble", forgetful)
+    assert found(struck(DEATH, "server"))
+
+
+def test_parts_that_are_divided_before_all_know_by_which_ranks(monkeypatch):
+    """Planted: at the beginning of a step, which some begin among others than those who have begun it before."""
+    begin = server.Exchange.begin
+
+    def early(self):
+        if self.link.size > 1 and not self._divided:
+            self._divide()
+        begin(self)
+
+    monkeypatch.setattr(server.Exchange, "begin", early)
+    # the second death strikes those who collect the parts of the first
+    assert found(Schedule(27_000 + later, 5, {27: DEATH, 27 + later: DEATH}, "server") for later in range(28, 40))
+
+
+def test_survivors_that_serve_the_parts_of_before(monkeypatch):
+    """Planted: after a loss sums go to the node that has the number of a part's server, and not to all."""
+    begin = server.Exchange.begin
+
+    def stubborn(self):
+        begin(self)
+        self.push.to_all = False
+
+    monkeypatch.setattr(server.Exchange, "begin", stubborn)
+    assert found(struck(DEATH, "server", size=4))
+
+
+def test_new_weights_that_one_node_does_not_take(monkeypatch):
+    collect = Rank._collect
+
+    def lazy(self, compute, *given):
+        targets = collect(self, compute, *given)
+        return [] if targets and self.id == 1 else targets
+
+    monkeypatch.setattr(Rank, "_collect", lazy)
+    assert found(struck(DELAY, "server", 3))
 
 
 def test_both_parts_of_a_run_go_on(monkeypatch):

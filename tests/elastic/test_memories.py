@@ -10,6 +10,7 @@ import torch
 
 import ranks
 from launching import launch
+from nodes import engine_of
 from paceline.checkpoint import codec_state, run_state
 from paceline.checkpoint.checkpoint import read_newest
 from paceline.exchange.allreduce import Exchange
@@ -168,7 +169,7 @@ def test_a_layer_that_owes_goes_on_dense_under_another_plan():
 
     def work(link):
         exchange = Exchange()
-        exchange.open(layers, link, parse("codec", "feedback/topk:keep=0.1"), rows=2)
+        exchange.open(engine_of(layers), link, parse("codec", "feedback/topk:keep=0.1"), rows=2)
         begun = list(exchange.forms())
         exchange.load({"step": 7, "owing": [1]})
         exchange.choice.on_assignment(0.5)

@@ -21,6 +21,7 @@ from paceline.errors import LinkError
 from paceline.exchange import allreduce
 from paceline.exchange.flow.control import Control
 from paceline.link import memory
+from paceline.registry import parse
 
 BATCHES = [rows(24, seed) for seed in range(6)]
 
@@ -80,6 +81,9 @@ class Mortal(transport.Link):
     def all_gather(self, tensor, what="all-gather", even=False):
         return self._do(lambda: self.link.all_gather(tensor, what, even))
 
+    def reduce_scatter(self, tensor, what="reduce-scatter"):
+        return self._do(lambda: self.link.reduce_scatter(tensor, what))
+
     def broadcast(self, tensor, root=0, what="broadcast"):
         return self._do(lambda: self.link.broadcast(tensor, root, what))
 
@@ -120,24 +124,27 @@ class Heard(transport.Handle):
         return result
 
 
-def train(size, fate, model, optimizer="momentum", codec="none", shares=None, batch_norm="local", forms="measured"):
+def train(
+    size, fate, model, optimizer="momentum", codec="none", shares=None, batch_norm="local", exchange="allreduce", **how
+):
     """Per rank its losses, weights and view changes; None for ranks that failed."""
 
     def work(link):
         engine, news = Engine(), []
-        exchange, members = allreduce.Exchange(forms), Mortals(link, fate)
-        control = FaultTolerantControl(Control(members), [exchange.rebuild, engine.reopen])
+        its_exchange, members = parse("exchange", exchange), Mortals(link, fate)
+        control = FaultTolerantControl(Control(members), [its_exchange.rebuild, engine.reopen])
         rank = Rank(
             members.link,
             model,
             OPTIMIZERS[optimizer],
-            exchange=exchange,
+            exchange=its_exchange,
             members=members,
             control=control,
             codec=codec,
             shares=shares,
             engine=engine,
             batch_norm=batch_norm,
+            **how,
         )
         limits = [Limits((1,) * size, (24,) * size)]
 
@@ -153,7 +160,7 @@ def train(size, fate, model, optimizer="momentum", codec="none", shares=None, ba
         except Killed:
             return None
         finally:
-            exchange.close()
+            its_exchange.close()
 
     return ranks.run(size, work)
 
@@ -200,8 +207,8 @@ def test_a_vote_that_came_through_for_one_came_through_for_all(deaf):
 @pytest.mark.parametrize(
     "how",
     [
-        {"forms": "factors"},
-        {"forms": "dense", "optimizer": "adam"},
+        {"exchange": "allreduce:forms=factors"},
+        {"exchange": "allreduce:forms=dense", "optimizer": "adam"},
         {"shares": (3.0, 2.0, 1.0)},
     ],
     ids=str,

@@ -190,6 +190,23 @@ def test_who_does_not_come_when_all_meet_for_it_is_met_for_no_more(monkeypatch):
         monkeypatch.undo()
 
 
+@pytest.mark.parametrize("field", ["said", "least", "data"])
+def test_a_request_of_another_version_is_refused_by_name_and_an_error_of_ours_is_not_taken_for_one(monkeypatch, field):
+    model = torch.nn.Linear(4, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential") as pace:
+        door = Doorkeeper(pace)
+        monkeypatch.setattr(type(pace.run.members), "join_desk", door)
+        welcome = admission(pace, {})
+        monkeypatch.setattr(welcome, "_refusal", lambda request: {}["ours"])
+        with pytest.raises(KeyError, match="ours"):
+            welcome._handle_requests()
+        del door.asked["late"][field]
+        welcome._handle_requests()
+        assert "it runs another version of paceline" in door.responses["late"]["refused"]
+        monkeypatch.undo()
+
+
 @pytest.mark.parametrize("name", ["PACELINE_COLLECTIVE", "PACELINE_LINK"])
 def test_who_would_add_up_another_way_says_so(monkeypatch, name):
     monkeypatch.delenv(name, raising=False)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import ranks
 from device import of_cpus
-from nodes import HIDDEN, IN, MODELS, OUT, Plain, Rank, build, gap, reference, rows
+from nodes import HIDDEN, IN, MODELS, OUT, Plain, Rank, build, engine_of, gap, reference, rows
 from paceline.engine.compute.optimizer_step import optimizer_takes_factors
 from paceline.engine.sequential import Engine
 from paceline.link.memory import world
@@ -201,6 +201,7 @@ def test_an_optimizer_that_steps_by_closure_is_refused():
 def test_forms_at_one_rank_follow_the_optimizer_alone():
     for absorbs, form in ((True, FACTORS), (False, DENSE)):
         rank = Rank(world(1)[0], build())
-        rank.exchange.open(rank.engine.buckets, world(1)[0], rank.exchange.codec, 24, optimizer_takes_factors=absorbs)
+        engine = engine_of(rank.engine.buckets, optimizer_takes_factors=absorbs)
+        rank.exchange.open(engine, world(1)[0], rank.exchange.codec, 24)
         linear = {f for bucket, f in zip(rank.engine.buckets, rank.exchange.forms(), strict=True) if bucket.linear}
         assert linear == {form}

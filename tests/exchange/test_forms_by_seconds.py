@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ranks
-from nodes import HIDDEN, Rank, build, gap, reference, rows
+from nodes import HIDDEN, Rank, build, engine_of, gap, reference, rows
 from paceline.exchange.allreduce import Exchange
 from paceline.exchange.flow import send_order
 from paceline.exchange.flow.autotuner import MIN_STEPS_IN_A_ROW
@@ -89,7 +89,8 @@ def test_a_chosen_collective_s_cost_makes_the_choice():
 
         def work(link, name=name):
             exchange = Exchange()
-            exchange.open([layer], CollectiveOverride(link, Collective(name)), parse("codec", "none"), rows=60)
+            chosen = CollectiveOverride(link, Collective(name))
+            exchange.open(engine_of([layer]), chosen, parse("codec", "none"), rows=60)
             both = exchange.choice.both(layer)
             declared = exchange.cost([layer], 1000, 8)
             forms = []

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ranks
-from nodes import HIDDEN, IN, OUT, Plain, Rank, build, rows
+from nodes import HIDDEN, IN, OUT, Plain, Rank, build, engine_of, rows
 from paceline.codec.encoding.packing import HEAD, WHOLE, fits, joined, pack, unpack
 from paceline.exchange.allreduce import Exchange
 from paceline.exchange.flow.autotuner import HIGH_BANDWIDTH_S, Autotuner
@@ -229,7 +229,7 @@ def test_two_add_sixteen_bits_in_the_gradients_own_type(codec, packed):
 
     def work(link):
         exchange = Exchange(packed=packed)
-        exchange.open(buckets, link, parse("codec", codec))
+        exchange.open(engine_of(buckets), link, parse("codec", codec))
         exchange.begin()
         for bucket in buckets:
             exchange.put(Gradient(bucket, flat=torch.full((bucket.numel,), (1.0, 2.0**-14)[link.rank])))
@@ -269,7 +269,7 @@ def test_a_quick_wire_is_known_by_its_rate_and_told_to_the_lane():
 
     def work(link):
         exchange, seen = Exchange(), []
-        exchange.open([bucket], link, parse("codec", "none"))
+        exchange.open(engine_of([bucket]), link, parse("codec", "none"))
         for per_byte in (1.1, 0.9, 1.1, 1.4):
             for _ in range(SPAN):
                 took = (per_byte * HIGH_BANDWIDTH_S * 4 * bucket.numel,)

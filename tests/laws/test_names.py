@@ -236,7 +236,7 @@ def test_a_package_whose_methods_have_other_names_trains_and_plans(tmp_path, wor
 # Methods that need no line outside of their own files, besides presets, documentation and tests.
 ALONE = {
     "codec": {"lowrank": (), "qsgd": ()},
-    "exchange": {"diloco": ()},
+    "exchange": {"diloco": (), "server": ()},
     "engine": {"pipeline": ("compute/pipeline_schedule",)},
 }
 IMPORT_ALL = """

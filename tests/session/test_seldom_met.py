@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import paceline
 import ranks
 from device import DEVICE
-from nodes import IN, Rank, Whole, build, gap, reference, rows
+from nodes import IN, Rank, Whole, build, engine_of, gap, reference, rows
 from paceline.engine import reproducible
 from paceline.engine.compute import batch as batches
 from paceline.engine.compute.gradient_hooks import Backward
@@ -171,7 +171,7 @@ def test_what_is_owed_stays_where_factors_are_not_finite():
 
     def work(link):
         exchange = Exchange()
-        exchange.open(buckets, link, parse("codec", "feedback/topk:keep=0.5"), rows=2)
+        exchange.open(engine_of(buckets), link, parse("codec", "feedback/topk:keep=0.5"), rows=2)
         before, pending = dict(exchange.memory), (torch.ones(4), None)
         for bad in (float("nan"), 1.0):
             left = torch.full((2, 500), bad)

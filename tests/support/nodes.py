@@ -145,6 +145,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+def engine_of(buckets: Sequence[messages.Bucket], **traits: Any) -> contract.Engine:
+    """What an exchange needs to know of an engine."""
+    made = contract.Engine()
+    vars(made).update(buckets=buckets, **traits)
+    return made
+
+
 ONE_AT_A_TIME = threading.Lock()
 
 
@@ -210,14 +217,7 @@ class Rank:
         self.engine.open(self.model, self.optimizer, loss)
         self.exchange = parse("exchange", exchange) if isinstance(exchange, str) else exchange
         made = parse("codec", codec)
-        self.exchange.open(
-            self.engine.buckets,
-            link,
-            made,
-            -(-batch // link.size),
-            optimizer_takes_factors=self.engine.optimizer_takes_factors,
-            weights=dict(zip(self.engine.names, self.engine.weights, strict=False)),
-        )
+        self.exchange.open(self.engine, link, made, -(-batch // link.size))
         if batch_norm == "sync":
             self.engine.sync_norm(link)
         assignment = Assignment(link.rank, link.size, shares=shares)

@@ -44,7 +44,7 @@ class Saver:
         """Collective. Returns the path, in the leader. Raises CheckpointError, also for the previous checkpoint."""
         run, begin = self.run, time.perf_counter()
         run.settle()
-        average(run)
+        average(run, state=True)
         buffer_broadcast.broadcast_buffers(run.job.model, run.engine, run.control)
         state = run_state.state(run)
         return alone(run.control, lambda: run.leader, lambda: self._put(folder, state, wait, begin))

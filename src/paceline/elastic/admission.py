@@ -29,11 +29,15 @@ from paceline.errors import LinkError
 from paceline.messages import StepOutcome, UpdateRule, Vote
 from paceline.report.log import log
 from paceline.report.step_observer import StepObserver
+from paceline.step.average import average
 from paceline.step.run_state import RunState
 from paceline.transport import JoinDesk, Joiner, ViewChange
 
 MAX_ATTEMPTS = 2  # rendezvous to admit the same node
 ATTEMPTS_FAILED = f"all members waited for it at {MAX_ATTEMPTS} rendezvous, in vain; look at the network and restart it"
+OTHER_VERSION = {"refused": "it runs another version of paceline; install the same on every node"}
+FIELDS = {"said": dict, "host": str, "size": int, "least": int, "most": int, "turn": int}  # of a request
+LATER_FIELDS = {"began": int, "data": dict}  # once it knows the position
 SELDOM = "its exchange does not synchronise on every step, so it admits no joining node"
 OWN_ROWS = "the script assigns its own rows to processes; only pace.batches can assign rows to a joining node"
 
@@ -178,10 +182,7 @@ class Admission(StepObserver, Waiter):
         for name, request in requests.items():
             if self._answered.get(name) != request["turn"]:
                 assert desk
-                try:
-                    response = self._answer(desk, name, request)
-                except (LookupError, TypeError):
-                    response = {"refused": "it runs another version of paceline; install the same on every node"}
+                response = self._answer(desk, name, request) if _is_ours(request) else OTHER_VERSION
                 if response is not None:
                     desk.answer(name, response)
                     self._answered[name] = request["turn"]
@@ -204,16 +205,18 @@ class Admission(StepObserver, Waiter):
             return None
         if why := unlike(run.cursor.facts, [request["data"]]):
             return {"refused": why}
-        if name not in self._catch_ups:
-            self._catch_ups[name] = CatchUp(run, desk, name)
-        catch_up = self._catch_ups[name]
-        if catch_up.broken:
-            return None  # the node notices that, and sends another request
-        if catch_up.failed:
-            self._catch_ups.pop(name).stop()
-            return {"refused": catch_up.failed}
-        if not catch_up.caught_up and not catch_up.diverging:
-            return None
+        # a leader that has a part of the optimizer's state cannot send it ahead: the node gets it when it is admitted
+        if not run.exchange.divides_optimizer:
+            if name not in self._catch_ups:
+                self._catch_ups[name] = CatchUp(run, desk, name)
+            catch_up = self._catch_ups[name]
+            if catch_up.broken:
+                return None  # the node notices that, and sends another request
+            if catch_up.failed:
+                self._catch_ups.pop(name).stop()
+                return {"refused": catch_up.failed}
+            if not catch_up.caught_up and not catch_up.diverging:
+                return None
         least, most = request["least"], request["most"]
         self._ready.append(Joiner(name, request["host"], request["size"], least, most, request["turn"]))
         return None
@@ -249,6 +252,7 @@ class Admission(StepObserver, Waiter):
 
     def admit(self) -> None:
         run, begin = self.run, time.perf_counter()
+        average(run, state=True)
         joined = self._admit_ready()
         for joiner in self._ready if not joined else ():
             self._failed_attempts[joiner.name] = self._failed_attempts.get(joiner.name, 0) + 1
@@ -279,3 +283,9 @@ class Admission(StepObserver, Waiter):
                 ahead_bytes=ahead.num_bytes if ahead else 0,
                 seconds=time.perf_counter() - begin,
             )
+
+
+def _is_ours(request: dict[str, Any]) -> bool:
+    """Whether a request has the fields of this version."""
+    fields = FIELDS | (LATER_FIELDS if "began" in request else {})
+    return all(isinstance(request.get(name), kind) for name, kind in fields.items())

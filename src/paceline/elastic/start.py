@@ -67,15 +67,7 @@ def start(
         fault_tolerant = own = FaultTolerantControl(plain, [exchange.rebuild, engine.reopen])
         fault_tolerant.rows = lambda: mine.rows_per_node(job.batch_size)[world.node]
     if world.local_rank == 0:
-        exchange.open(
-            engine.buckets,
-            members.link,
-            codec,
-            max(mine.rows_per_node(job.batch_size)),
-            job.seed,
-            engine.optimizer_takes_factors,
-            dict(zip(engine.names, engine.weights, strict=False)),  # an emulated engine has none
-        )
+        exchange.open(engine, members.link, codec, max(mine.rows_per_node(job.batch_size)), job.seed)
     apart = world.num_nodes > 1 or bool(world.join_ticket)
     local_exchange, control = engine.local_exchange(exchange, own, not apart, members.activity)
     changes = list[ViewChange]()

@@ -89,7 +89,7 @@ class Engine(sequential.Engine):
         batch = filled(batch)
         self._inputs.capture(batch)  # once, of the whole batch: some tensors go to every replica
         for one in self.twins:
-            one._num_held = self._num_held  # all replicas have the same optimizer
+            one._num_held, one._divided = self._num_held, self._divided  # all replicas have the same optimizer
         looks, gather = self.moving.looks, _Gather(self.num_replicas, offer)
         parts = [] if batch is None else self._split(batch, self.num_replicas)
         parts += [None] * (self.num_replicas - len(parts))

@@ -36,6 +36,7 @@ from paceline.engine.compute.loss_divisor import Means, labels_of
 from paceline.engine.compute.optimizer_step import Factored, finish, laid_out_as, optimizer_takes_factors
 from paceline.engine.compute.precision import Numerics
 from paceline.engine.compute.sync_batch_norm import SyncBatchNorm
+from paceline.engine.node.divided_optimizer import DividedOptimizer
 from paceline.engine.node.in_step_reduce import InStepReduce
 from paceline.messages import FACTORS, Gradient, RowRange, Update, Vote
 
@@ -64,6 +65,7 @@ class Engine(contract.Engine):
         self._sync_norms: Callable[[], AbstractContextManager[None]] = nullcontext
         self._norms: list[tuple[SyncBatchNorm, InStepReduce]] = []
         self._inputs, self._keeps = InputSnapshot(), True
+        self._divided: DividedOptimizer | None = None
         self._parts_checked = False  # whether the loss of parts has been compared with the whole
 
     @property
@@ -208,7 +210,8 @@ class Engine(contract.Engine):
             raise ValueError(
                 f"{', '.join(thawed[:3])} began to ask for a gradient after join(); unfreeze before joining"
             )
-        if self._num_held != (current := num_held(self.optimizer)):
+        divided = self._divided and self._divided.shards
+        if not divided and self._num_held != (current := num_held(self.optimizer)):
             known = {id(each) for each in (*self.backward.parameters.values(), *(each for _, each in self._frozen))}
             if any(id(each) not in known for group in self.optimizer.param_groups for each in group["params"]):
                 raise ValueError(
@@ -279,6 +282,8 @@ class Engine(contract.Engine):
     def _apply(self, update: Update) -> tuple[bool, float | None]:
         """(whether these gradients were applied, their norm)."""
         used, rule = dict(zip(self.names, update.used, strict=True)), update.rule
+        if self._divided and self._divided.shards:
+            return self._divided.apply(update, used)
         dense: list[Tensor] = []
         factored: list[Factored] = []
         for gradient in update.gradients:
@@ -335,7 +340,13 @@ class Engine(contract.Engine):
         return self.optimizer.state_dict()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        if self._divided:
+            self._divided.hold_whole()
         self.optimizer.load_state_dict(state)
+
+    def divided_optimizer(self) -> contract.DividedOptimizer:
+        self._divided = DividedOptimizer(self.optimizer, {name: self.backward.parameters[name] for name in self.names})
+        return self._divided
 
     def optimizer_rows(self, windows: Mapping[str, RowRange]) -> dict[str, dict[str, Any]]:
         return state_store.rows(self.optimizer, self.optimizer_index, self.state(), windows)

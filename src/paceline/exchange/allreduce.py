@@ -8,13 +8,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paceline import contract, messages, transport
 from paceline.codec.encoding.packing import MIN_BYTES, packed
@@ -51,6 +50,7 @@ class Exchange(contract.Exchange):
     overlaps: tuple[str, ...] = ("backward", "forward")
     _takes_factors = False
     _requested = _packed = "measured"
+    own_codec: contract.Codec | None = None  # where it does not use the user's; None: the exact one
     factors = True
 
     def __init__(self, forms: str = "measured", packed: str = "measured"):
@@ -62,24 +62,17 @@ class Exchange(contract.Exchange):
         self.factors = forms != DENSE
 
     def open(
-        self,
-        buckets: Sequence[Bucket],
-        link: transport.Link,
-        codec: contract.Codec,
-        rows: int = 1,
-        seed: int = 0,
-        optimizer_takes_factors: bool = False,
-        weights: Mapping[str, Tensor] = {},
+        self, engine: contract.Engine, link: transport.Link, codec: contract.Codec, rows: int = 1, seed: int = 0
     ) -> None:
-        """``rows``: the largest number of rows that a rank computes per step, as expected before the first step."""
         exact = find("codec", CODEC)
-        codec = codec if self.uses_codec else exact
-        self.buckets, self.codec, self.link, self._takes_factors = buckets, codec, link, optimizer_takes_factors
+        codec, buckets = codec if self.uses_codec else self.own_codec or exact, engine.buckets
+        self.buckets, self.codec, self.link = buckets, codec, link
+        self._takes_factors = engine.optimizer_takes_factors
         self.codecs = {DENSE: codec, FACTORS: self.factor_codec or exact}
         self.fidelity, self.seed, self.step = codec.fidelity, seed, 0
         self.memory = {bucket.index: codec.init(bucket, seed) for bucket in buckets}
         self.choice = Autotuner(
-            *(buckets, link.size, self.codecs, self._requested, rows, optimizer_takes_factors),
+            *(buckets, link.size, self.codecs, self._requested, rows, self._takes_factors),
             *(self.overlap == "forward", self._packed, link.cost),
         )
         self.choice.multiply_by, self.choice.num_multipliers = self.multiply, self.num_multipliers

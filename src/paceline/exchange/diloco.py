@@ -14,7 +14,7 @@ all replicas are bit-equal. A lost node is dropped with its steps since the last
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,19 +40,12 @@ class Exchange(local_sgd.Exchange):
         self.lr, self.beta = lr, beta
 
     def open(
-        self,
-        buckets: Sequence[Bucket],
-        link: transport.Link,
-        codec: contract.Codec,
-        rows: int = 1,
-        seed: int = 0,
-        optimizer_takes_factors: bool = False,
-        weights: Mapping[str, Tensor] = {},
+        self, engine: contract.Engine, link: transport.Link, codec: contract.Codec, rows: int = 1, seed: int = 0
     ) -> None:
-        super().open(buckets, link)
-        self.codec, self.seed, self.weights = codec, seed, weights
+        super().open(engine, link, codec)
+        self.codec, self.seed, self.weights = codec, seed, dict(zip(engine.names, engine.weights, strict=True))
         self.num_outer_steps = 0
-        self.memory = {bucket.index: codec.init(bucket, seed) for bucket in buckets}
+        self.memory = {bucket.index: codec.init(bucket, seed) for bucket in engine.buckets}
         self.anchor: dict[str, Tensor] = {}  # the weights at the last outer step
         self.momentum: dict[int, Tensor] = {}  # by bucket; none before the first outer step
         self._next: tuple[dict[str, Tensor], dict[int, Tensor], dict[int, Any]] = {}, {}, {}

@@ -48,8 +48,10 @@ class Exchange(contract.Exchange):
             raise ValueError(f"exchange {name!r} averages every k >= 1 steps, k whole, got {period!r}")
         self.period = period
 
-    def open(self, buckets: Sequence[Bucket], link: transport.Link, *unused: Any, **ignored: Any) -> None:
-        self.buckets, self.link = buckets, link
+    def open(
+        self, engine: contract.Engine, link: transport.Link, codec: contract.Codec, rows: int = 1, seed: int = 0
+    ) -> None:
+        self.buckets, self.link = engine.buckets, link
         self.step, self.samples = 0, 0.0
         self._requested = self._reported = 0
         self._reports: list[tuple[Any, ...]] = []  # samples, stop signal, paces: of each rank, at the last average
@@ -83,7 +85,7 @@ class Exchange(contract.Exchange):
             vote.paces, self._paces = self._paces, ()
         return StepOutcome(Decision.COMMIT, gradients, vote)
 
-    def average(self, weights: Sequence[Tensor], now: bool) -> Sequence[Target] | None:
+    def average(self, weights: Sequence[Tensor], now: bool, state: bool = False) -> Sequence[Target] | None:
         if self.link.size == 1 or not self._spent or not (now or self.step % self.period == 0):
             return None
         pace = (statistics.fmean(column) for column in zip(*self._spent, strict=True))

@@ -130,7 +130,8 @@ class ReplicaSync(StepObserver):
     def _views(self, part: Part) -> list[tuple[Target, Tensor]]:
         """These values of the weights, and of the optimizer's tensors if this process holds all, with their targets."""
         weights, found = self.engine.weights, []
-        optimizer_states = {} if max(self.run.world.sizes) > 1 else states(weights, self.engine.optimizer)
+        divided = max(self.run.world.sizes) > 1 or self.run.exchange.divides_optimizer
+        optimizer_states = {} if divided else states(weights, self.engine.optimizer)
         for index, first, last in part:
             found.append((index, weights[index], first, last, ""))
             for key, value in optimizer_states.get(index, {}).items():

@@ -25,7 +25,8 @@ def update(run: RunState, batch: GlobalBatch, outcome: StepOutcome, snapshot: An
         raise
     if outcome.decision is Decision.COMMIT and vote.weight:
         # the one place where sums become means: backward used the expected weight, this corrects it
-        rule = UpdateRule(batch.weight / vote.weight / run.scaler.scale, run.clip, check=True, step=run.num_steps)
+        scale = batch.weight / vote.weight / run.scaler.scale
+        rule = UpdateRule(scale, run.clip, check=True, step=run.num_steps, squares=vote.squares)
         callbacks = [then for each in run.observers if (then := each.applies(outcome, rule))]
         with run.activity.at(activity.UPDATE):
             applied = engine.apply(Update.of(outcome, rule))

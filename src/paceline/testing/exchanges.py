@@ -83,9 +83,8 @@ class Rank:
         sgd = optimizer(self.model, momentum)
         engine.divided = link.size > 1
         engine.open(self.model, sgd, F.cross_entropy)
-        codec, weights = registry.find("codec", registry.CODEC), dict(zip(engine.names, engine.weights, strict=True))
-        rows = -(-BATCH // link.size)
-        exchange.open(engine.buckets, link, codec, rows, 0, engine.optimizer_takes_factors, weights)
+        codec = registry.find("codec", registry.CODEC)
+        exchange.open(engine, link, codec, -(-BATCH // link.size))
         members = registry.module("link", registry.ALONE).Members(link)
         control = Control(members, votes=exchange.consensus == "step")
         job, world = (

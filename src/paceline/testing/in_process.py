@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from paceline.messages import ALL_GATHER, MAX, Collective
+from paceline.messages import ALL_GATHER, MAX, REDUCE_SCATTER, SHIFT, Collective
 
 Result = TypeVar("Result")
 
@@ -30,10 +30,15 @@ def in_process(runs: Sequence[Generator[Collective, Any, Result]]) -> tuple[list
         for each, own in zip(done, wanted, strict=True):
             each.append(Collective(own.operation, own.payload.clone(), own.even))
         payloads = [each[-1].payload for each in done]
-        if wanted[0].operation == ALL_GATHER:
+        operation = wanted[0].operation
+        if operation == ALL_GATHER:
             replies = [[part.clone() for part in payloads] for _ in runs]
+        elif operation == SHIFT:
+            replies = [payloads[rank - 1].clone() for rank in range(len(runs))]
         else:
-            replies = [_combined(own.payload, payloads, wanted[0].operation == MAX) for own in wanted]
+            replies = [_combined(own.payload, payloads, operation == MAX) for own in wanted]
+        if operation == REDUCE_SCATTER:
+            replies = [each.chunk(len(runs))[rank] for rank, each in enumerate(replies)]
 
 
 def _combined(own: Tensor, payloads: Sequence[Tensor], largest: bool) -> Tensor:

@@ -5,6 +5,7 @@ place of one of these words:
 
     sync, half, adam, shares    how it trains: batch norm over everyone, codec, optimizer with a schedule, unlike shares
     clip                        likewise: by a norm that is reached in every step
+    server                      likewise: each node updates a part of the weights
     whole, thin                 likewise: by low-rank sums of full width, which are exact, or of rank 1
     memory                      no node has room for more than a third of the batch
     back                        who leads waits, between steps, for each that died to come back
@@ -45,6 +46,7 @@ HOW = {"half": {"codec": "half"}, "shares": {"shares": (3.0, 2.0, 1.0)}, "sync":
 HOW["clip"] = {"clip": 0.3}
 HOW["memory"] = {"most_rows": BATCH // 3}
 HOW["periods"] = {"exchange": "local_sgd:4"}
+HOW["server"] = {"exchange": "server"}
 HOW["whole"] = {"codec": "feedback/lowrank:rank=64,min_rate=0", "exchange": "allreduce:forms=dense"}  # exact
 HOW["thin"] = {"codec": "feedback/lowrank:1", "exchange": "allreduce:forms=dense"}
 

@@ -3,7 +3,8 @@
     no torn step       every weight is that of a whole number of applied steps, bit for bit, also where training ended
     every sample once  the rows behind each applied step are those of its global batch
     no deadlock        whoever is alive at the end has trained to the end, or was told why it may not go on
-    nobody left out    that is told only where a rank stood still, was silent or cut off
+    nobody left out    that is told only where a rank stood still, was silent or cut off; or where two neighbours were
+                       lost, of those that each update a part of the weights
     one run            of parts that do not hear each other one goes on: a step is applied from one attempt alone, also
                        by those who are lost in that moment
     replicas equal     bit for bit, after every step
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from paceline.elastic.quorum import QuorumVerdict
+from paceline.exchange import server
 from paceline.messages import StepContext
 from paceline.testing.in_process import in_process
 from paceline_bench.simulated import periods
@@ -37,6 +39,7 @@ from paceline_bench.simulated.schedule import Schedule
 
 LONGEST_S = 1000.0  # of virtual time
 LONGEST_WAIT_S = 3000.0  # likewise, where nodes are waited for
+NEIGHBOURS = "were lost with two neighbouring nodes"
 TOLD = tuple(f": {decision.value}: " for decision in (QuorumVerdict.END, QuorumVerdict.RESTORE))
 
 
@@ -111,14 +114,24 @@ def _ends(schedule: Schedule, net: Net, ranks: Sequence[Rank]) -> Iterator[str]:
         # who ends while its weights are averaged has those of its own step
         if rank.entered and (newest := max(rank.entered)) not in dict(rank.averages):
             last = crc(rank.entered[newest].weights)
-        if rank.checksum() != last and (rank.finished or not schedule.how.drifts):
+        if rank.checksum() != last and (rank.finished or not (schedule.how.drifts or rank.collects)):
             yield f"rank {rank.id} has weights of no whole number of steps: a torn step"
         how = f"rank {rank.id} is alive and {rank.end or 'silent'} after {len(steps)} of {schedule.steps} steps"
         told = any(words in rank.end for words in TOLD)
-        if len(steps) != schedule.steps if rank.finished else not told:
+        if len(steps) != schedule.steps if rank.finished else not (told or NEIGHBOURS in rank.end):
             yield how
-        if told and not net.fired.keys() & SEVERS:
+        if NEIGHBOURS in rank.end and not (told := _part_is_lost(rank, ranks)):
+            yield f"{how}, and every part was there, or its copy"
+        if told and NEIGHBOURS not in rank.end and not net.fired.keys() & SEVERS:
             yield f"{how}, though nobody was cut off, silent or still"
+
+
+def _part_is_lost(rank: Rank, ranks: Sequence[Rank]) -> bool:
+    """Whether two neighbours, in the order of the parts, are not among those who ended with this reason."""
+    assert isinstance(rank.exchange, server.Exchange)
+    left = [each.exchange for each in ranks if each.now() == rank.now() and NEIGHBOURS in each.end]
+    places, size = {each.held[0] for each in left if isinstance(each, server.Exchange)}, rank.exchange.held[1]
+    return any(part not in places and (part + 1) % size not in places for part in range(size))
 
 
 def _steps(schedule: Schedule, net: Net, ranks: Sequence[Rank]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from paceline.elastic import assignment
 from paceline.elastic.fault_tolerant import FaultTolerantControl
 from paceline.environment import LaunchEnvironment
 from paceline.errors import LinkError
-from paceline.exchange import allreduce, diloco, ordered
+from paceline.exchange import allreduce, diloco, ordered, server
 from paceline.exchange.flow.control import Control
 from paceline.job import Job
 from paceline.link.memory import Members
@@ -35,7 +35,7 @@ from paceline_bench.simulated.scenarios import APART, BATCH, CLIP, QUIET, Restle
 from paceline_bench.simulated.schedule import Schedule
 
 Attempt = tuple[int, int]  # at which step, of which generation
-Average = Callable[[Sequence[Tensor], bool], Sequence[Target] | None]
+Average = Callable[..., Sequence[Target] | None]
 OUTER_LR, OUTER_BETA = 0.7, 0.9
 
 
@@ -105,15 +105,7 @@ class Rank:
         self.exchange = self._exchange()
         plain = Control(members, votes=self.exchange.consensus == "step")
         self.control = FaultTolerantControl(plain, [self.exchange.rebuild, self.engine.reopen])
-        optimizer_takes_factors = self.engine.optimizer_takes_factors
-        self.exchange.open(
-            self.engine.buckets,
-            link,
-            self.codec,
-            -(-BATCH // link.size),
-            optimizer_takes_factors=optimizer_takes_factors,
-            weights=dict(zip(self.engine.names, self.engine.weights, strict=True)),
-        )
+        self.exchange.open(self.engine, link, self.codec, -(-BATCH // link.size))
         dealt = shares(schedule.seed, link.size) if how.uneven else None
         mine = Assignment(link.rank, link.size, shares=dealt, virtual=self.engine.num_virtual_shards)
         limits = Limits((1,) * link.size, (BATCH,) * link.size)
@@ -151,6 +143,7 @@ class Rank:
         self.owed: list[dict[int, Tensor]] = []  # after each step, by spec
         self.entered: dict[Attempt, Part] = {}  # averages of weights that it took part in, whatever became of them
         self.averages: list[tuple[Attempt, list[Tensor]]] = []  # those that were applied, and the weights afterwards
+        self.collects = False  # what the others have updated: until it has all, its weights are of two steps
         self.end = ""
 
     def _exchange(self) -> Exchange:
@@ -159,18 +152,34 @@ class Rank:
             made = diloco.Exchange(how.period, OUTER_LR, OUTER_BETA)
             made.average = partial(self._average, made.average)  # type: ignore[method-assign]
             return made
+        if how.serves:
+            served = server.Exchange()
+            served.average = partial(self._collect, served.average)  # type: ignore[method-assign]
+            return served
         return ordered.Exchange() if how.virtual else allreduce.Exchange(how.forms)
 
-    def _average(self, average: Average, weights: Sequence[Tensor], now: bool) -> Sequence[Target] | None:
+    def _average(
+        self, average: Average, weights: Sequence[Tensor], now: bool, state: bool = False
+    ) -> Sequence[Target] | None:
         assert isinstance(self.exchange, diloco.Exchange)
         part = Part([weight.clone() for weight in weights], self.exchange.samples, self.control.size)
         if self.exchange.step % self.how.period == 0 or now:
             self.entered[self.now()] = part
         return average(weights, now)
 
+    def _collect(
+        self, collect: Average, weights: Sequence[Tensor], now: bool, state: bool = False
+    ) -> Sequence[Target] | None:
+        self.collects = True
+        found = collect(weights, now, state)
+        self.collects = found is not None
+        return found
+
     def averaged(self) -> None:
-        newest = max(self.entered)
-        self.averages.append((newest, [weight.clone() for weight in self.engine.weights]))
+        self.collects = False
+        if self.how.period:
+            newest = max(self.entered)
+            self.averages.append((newest, [weight.clone() for weight in self.engine.weights]))
 
     def __len__(self) -> int:
         return self.size

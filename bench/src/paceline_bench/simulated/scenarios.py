@@ -50,6 +50,7 @@ class Way:
     close: float = CLOSE
     normed: bool = False  # batch norm over all, and clipped
     period: int = 0  # steps between two averages of weights that each node trains alone; 0: none
+    serves: bool = False  # each node updates a part of the weights
 
     @property
     def owes(self) -> bool:
@@ -60,6 +61,8 @@ class Way:
         """Of an undisturbed training: gradients, a vote and that all know it in each step, and one to end with."""
         if self.period:  # who has how many samples, both buckets, a vote and that all know it; one to end with
             return size * ((self.collectives + 3) * -(-steps // self.period) + 1)
+        if self.serves:  # the new weights of both buckets, a vote and that all know it
+            return size * ((self.collectives + 6) * steps + 1)
         spreads = min(steps, QUIET) * (1 + 2 * size) if self.drifts else 0
         return size * ((self.collectives + 2) * steps + 1) + spreads
 
@@ -83,6 +86,7 @@ WAYS = {
     "qsgd": Way(2, forms="dense", codec=qsgd.Codec, collectives=4, close=QUANTISED),
     "reproducible": Way(2, virtual=True),
     "diloco": Way(3, period=2, close=ANYHOW),
+    "server": Way(3, collectives=4, serves=True),  # a sum of each bucket, and its copy
 }
 
 
@@ -158,6 +162,8 @@ class Kit:
             for weight, start in zip(self.model.parameters(), given(self.way.normed)[0].parameters(), strict=True):
                 weight.copy_(start)
                 weight.grad = None
+        if self.engine._divided:
+            self.engine._divided.hold_whole()
         self.optimizer.state.clear()
         self.engine._step_number = 0
 

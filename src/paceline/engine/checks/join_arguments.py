@@ -14,7 +14,7 @@ from paceline.engine.checks import wrapped_models
 from paceline.engine.compute import deferred_update
 from paceline.engine.compute.precision import parse_row
 from paceline.environment import LaunchEnvironment
-from paceline.registry import CODEC, EXCHANGE, FIXED_ORDER, PROCESSES, head, made, parse, says
+from paceline.registry import CODEC, EXCHANGE, FIXED_ORDER, ONE_PROCESS, PROCESSES, head, made, parse, says
 
 MAX_SHARES = 256
 
@@ -84,6 +84,11 @@ def clashes(
         found.append(
             f"engine {chosen!r} makes sums that are the same bits for any number of nodes, and exchange {exchange!r} "
             f"adds them up in another order; use exchange={FIXED_ORDER!r}, or leave it out"
+        )
+    if agreeing.divides_optimizer and says("engine", name, "starts_processes"):
+        found.append(
+            f"exchange {exchange!r} divides the optimizer's work between nodes, and engine {chosen!r} divides it among "
+            f"the processes of a node; use {ONE_PROCESS}, or exchange={EXCHANGE!r}"
         )
     if world.min_nodes and agreeing.overlap == "forward":
         found.append(

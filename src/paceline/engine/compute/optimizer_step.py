@@ -68,25 +68,40 @@ def finish(
 ) -> tuple[bool, float | None]:
     """Updates ``dense`` parameters by their .grad, the others by their factors. ``whole`` turns this process's sum of
     squares into the node's. Returns whether the update was applied, and the gradient's norm where the rule needs it."""
-    grads = [p.grad for p in dense if p.grad is not None]
-    factor, norm = rule.scale, None
+    squares = 0.0
     if rule.clip is not None or rule.check:
-        squares = sum(float(norm) ** 2 for norm in norms(grads))
-        squares += sum(float(f.square_norm()) for f in factored)
-        norm = rule.scale * whole(squares) ** 0.5
-        if rule.check and not math.isfinite(norm):
-            return False, norm
-        if rule.clip is not None:
-            factor *= min(1.0, rule.clip / (norm + 1e-6))
+        squares = sum(float(norm) ** 2 for norm in norms([p.grad for p in dense if p.grad is not None]))
+        squares = whole(squares + sum(float(f.square_norm()) for f in factored))
+    applied, norm = step_if_finite(dense, optimizer, rule, squares)
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]} if factored else {}
+    for one in factored if applied else ():
+        group = groups.get(id(one.parameter))
+        if group is not None:
+            _step(one, optimizer.state[one.parameter], group, _factor(rule, norm))
+    return applied, norm
+
+
+def step_if_finite(
+    dense: Sequence[Tensor], optimizer: torch.optim.Optimizer, rule: UpdateRule, squares: float
+) -> tuple[bool, float | None]:
+    """The optimizer's step on each .grad, scaled and clipped. ``squares``: the sum of squares of the whole gradient,
+    where the rule needs it. Returns as `finish` does."""
+    needed = rule.clip is not None or rule.check
+    norm = rule.scale * squares**0.5 if needed else None
+    if rule.check and norm is not None and not math.isfinite(norm):
+        return False, norm
+    grads, factor = [p.grad for p in dense if p.grad is not None], _factor(rule, norm)
     if factor != 1.0 and grads:
         torch._foreach_mul_(grads, factor)
     own_steps.step(optimizer)
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    for one in factored:
-        group = groups.get(id(one.parameter))
-        if group is not None:
-            _step(one, optimizer.state[one.parameter], group, factor)
     return True, norm
+
+
+def _factor(rule: UpdateRule, norm: float | None) -> float:
+    """By which each sum is multiplied."""
+    if rule.clip is None or norm is None:
+        return rule.scale
+    return rule.scale * min(1.0, rule.clip / (norm + 1e-6))
 
 
 def separate(dense: Sequence[Tensor], factored: Sequence[Factored]) -> None:

@@ -178,8 +178,8 @@ class LocalLeader(_Relay):
         decision = outcome.decision.value.encode()
         return bytes([outcome.drift, len(decision)]) + decision + counts + outcome.vote.pack()
 
-    def average(self, weights: Sequence[Tensor], now: bool) -> Sequence[Target] | None:
-        return self.exchange.average(weights, now)
+    def average(self, weights: Sequence[Tensor], now: bool, state: bool = False) -> Sequence[Target] | None:
+        return self.exchange.average(weights, now, state)
 
     def averaged(self) -> None:
         self.exchange.averaged()

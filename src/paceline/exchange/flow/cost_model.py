@@ -24,7 +24,17 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.exchange.flow.costs import CostFunction, clearly_differ, gathered, ring, summed
-from paceline.messages import ALL_GATHER, DENSE, FACTORS, Bucket, CommCost, ExchangeTraffic, Round
+from paceline.messages import (
+    ALL_GATHER,
+    DENSE,
+    FACTORS,
+    REDUCE_SCATTER,
+    SHIFT,
+    Bucket,
+    CommCost,
+    ExchangeTraffic,
+    Round,
+)
 from paceline.transport import Link
 
 TRIAL_FLOPS = 1 << 26
@@ -56,6 +66,8 @@ def rounds_cost(rounds: Sequence[Round], size: int, link_cost: CostFunction | No
     """The cost of a codec's collectives, one after the other."""
 
     def cost(each: Round) -> CommCost:
+        if each.operation in (REDUCE_SCATTER, SHIFT):
+            return (link_cost or ring(size))(each.operation, each.max_bytes)
         if each.operation != ALL_GATHER:
             return summed(each.max_bytes, size, link_cost)
         if each.even:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from paceline.messages import ALL_GATHER, SUM, CommCost
+from paceline.messages import ALL_GATHER, REDUCE_SCATTER, SHIFT, SUM, CommCost
 
 SAVES_S = 2e-3  # seconds per step that another form of a layer's gradient must save
 SAVES = 0.2  # likewise, as a part of the layer's time
@@ -27,6 +27,10 @@ def ring(size: int) -> CostFunction:
     """Of gloo's rings."""
 
     def cost(operation: str, num_bytes: int) -> CommCost:
+        if operation == SHIFT:
+            return CommCost(1, num_bytes)
+        if operation == REDUCE_SCATTER:
+            return CommCost(size - 1, (size - 1) / size * num_bytes)
         if operation != ALL_GATHER:
             return CommCost(2 * (size - 1), 2 * (size - 1) / size * num_bytes)
         return CommCost(size - 1, (size - 1) * num_bytes)

@@ -6,13 +6,14 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from paceline.messages import ALL_GATHER, MAX, CodecRun, Coded, Collective
+from paceline.messages import ALL_GATHER, MAX, REDUCE_SCATTER, SHIFT, CodecRun, Coded, Collective
 from paceline.transport import Handle, Link
 
 
 def together(runs: Sequence[CodecRun]) -> Generator[Collective, Any, list[Coded]]:
-    """Runs of the same rounds, which are even, on flat payloads of one type. Returns each one's result."""
+    """Runs of the same rounds, which are even, on payloads of one type, (n,) or (size, n). Returns all results."""
     if len(runs) == 1:
         return [(yield from runs[0])]
     replies: Sequence[Any] = [None] * len(runs)
@@ -26,18 +27,42 @@ def together(runs: Sequence[CodecRun]) -> Generator[Collective, Any, list[Coded]
         if coded:
             assert not wanted, "codecs of one message have unlike numbers of rounds"
             return coded
-        lengths = [len(each.payload) for each in wanted]
-        whole = yield Collective(wanted[0].operation, torch.cat([each.payload for each in wanted]))
+        lengths = [each.payload.shape[-1] for each in wanted]
+        whole = yield Collective(wanted[0].operation, torch.cat([each.payload for each in wanted], dim=-1))
         if wanted[0].operation == ALL_GATHER:
             replies = list(zip(*(part.split(lengths) for part in whole), strict=True))
         else:
-            replies = whole.split(lengths)
+            replies = whole.split(lengths, dim=-1)
 
 
 def begin(collective: Collective, link: Link, what: str) -> Handle:
-    if collective.operation == ALL_GATHER:
-        return link.all_gather(collective.payload, what, even=collective.even)
-    return (link.max if collective.operation == MAX else link.sum)(collective.payload, what)
+    operation, payload = collective.operation, collective.payload
+    if operation == ALL_GATHER:
+        return link.all_gather(payload, what, even=collective.even)
+    if operation == REDUCE_SCATTER:
+        return link.reduce_scatter(payload, what)
+    if operation == SHIFT:
+        return Shift(link, payload)
+    return (link.max if operation == MAX else link.sum)(payload, what)
+
+
+class Shift(Handle):
+    """The payload of the rank before, while this one's goes to the next. Two or more ranks."""
+
+    def __init__(self, link: Link, payload: Tensor):
+        self._received, sent = torch.empty_like(payload), payload.contiguous()
+        self._handles = (
+            link.recv(self._received, (link.rank - 1) % link.size),
+            link.send(sent, (link.rank + 1) % link.size),
+        )
+
+    def wait(self, deadline_s: float | None = None) -> Tensor:
+        for each in self._handles:
+            each.wait(deadline_s)
+        return self._received
+
+    def done(self) -> bool:
+        return all(each.done() for each in self._handles)
 
 
 def over_link(run: CodecRun, link: Link, what: str) -> Coded:
