@@ -214,6 +214,7 @@ class Engine(EngineTraits, EngineState, EngineOnNode):
     multiply: Callable[[Tensor, Tensor, Tensor], Any] = staticmethod(Tensor.addmm_)
     norm: float | None = None  # of the whole gradient at the last update, where the rule needs it
     terms: tuple[str, ...] = ()  # the names of the loss's components, where it has any
+    metrics: tuple[str, ...] = ()  # likewise of the metric, whose sums and weights follow in a vote's `terms`
     num_local_samples: int | None = None  # samples of the next share, where an assignment divides the batch
 
     def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
@@ -271,14 +272,13 @@ class Codec:
     returned, and the returned one counts only if the step is applied.
 
     ``kinds``: of buckets that it encodes (`Bucket.kind`). ``needs_feedback``: biased unless wrapped by ``feedback``.
-    ``has_residual``: its state contains values that were not sent.
     """
 
     fidelity = "exact"
     kinds: tuple[str, ...] = (DENSE,)
     needs_feedback = False
     scaled = False  # scaling the input by a power of two scales the result exactly
-    has_residual = False
+    has_residual = False  # its state contains values that were not sent
     wire = "the gradient's own type"
     takes_over: tuple[str, ...] = ()
 

@@ -186,6 +186,13 @@ class Pace:
         """The global mean of each component of the last step's loss, where the loss is a dict."""
         return self.training.steps.terms
 
+    @property
+    def metric(self) -> float | dict[str, float] | None:
+        """The metric of `join` over the last step's global batch, from that step's forward pass: a mean, or a dict of
+        means. None without a metric, and in your own loop (`backward`)."""
+        found = self.training.steps.metrics
+        return found[""] if found.keys() == {""} else dict(found) or None
+
     # the step
 
     def step(self, batch: Any) -> float:

@@ -37,6 +37,50 @@ def test_the_loss_of_a_step_is_a_plain_number(tmp_path):
     assert torch.load(tmp_path / "losses.pt", weights_only=True) == {"losses": [loss]}
 
 
+METRICS = {
+    "one": lambda output, target: (output.argmax(1) == target).sum(),
+    "weighted": lambda output, target: (2.0 * (output.argmax(1) == target).sum(), target.sum() + 1),
+    "named": lambda output, target: {
+        "hits": (output.argmax(1) == target).sum(),
+        "ones": (target.sum(), len(target)),
+        "matrix": (torch.zeros(2, 2), None),
+    },
+}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "replicas:2", "pipeline:1"])
+@pytest.mark.parametrize("kind", METRICS)
+@pytest.mark.parametrize("loss", ["one", "named"])
+def test_a_steps_own_metric_is_that_of_its_forward_pass(tmp_path, kind, loss, engine):
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = (
+        F.cross_entropy
+        if loss == "one"
+        else lambda output, y: {"a": F.cross_entropy(output, y), "b": 0 * output.mean()}
+    )
+    how = {"metric": METRICS[kind], "batch_size": 4, "engine": engine, "folder": tmp_path}
+    with paceline.join(model, optimizer, losses, **how) as pace:
+        assert pace.metric is None
+        for start in (0, 4):
+            x, y = X[start : start + 4], Y[start : start + 4]
+            hits, ones = float((model(x).argmax(1) == y).sum()), float(y.sum())
+            pace.step((x, y))
+            want = {"one": hits / 4, "weighted": 2 * hits / (ones + (2 if engine == "replicas:2" else 1))}
+            want["named"] = {"hits": hits / 4, "ones": ones / 4}
+            assert pace.metric == pytest.approx(want[kind])
+    steps = [event for event in record.read(tmp_path) if event["event"] == "step"]
+    names = {"named": ("metric/hits", "metric/ones")}.get(kind, ("metric",))
+    assert all(name in steps[-1] for name in names)
+
+
+def test_more_values_of_a_metric_than_a_step_adds_up_are_an_error():
+    _, pace = joined(metric=lambda output, target: {str(i): target.sum() for i in range(17)})
+    with pace, pytest.raises(ValueError, match=r"the metric has 17 values .* leave some to pace\.evaluate"):
+        pace.step((X[:4], Y[:4]))
+
+
 def test_a_batch_is_unpacked_to_this_processs_samples():
     """A loop of one's own over unpacked batches gives the weights of plain PyTorch."""
     model, pace = joined()

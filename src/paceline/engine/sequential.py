@@ -26,7 +26,7 @@ from paceline.engine.checks.loss_in_parts import unlike
 from paceline.engine.checks.optimizer_options import Options
 from paceline.engine.checks.replaced_layers import Layout
 from paceline.engine.compute import matmul, optimizer_step, rng, state_store
-from paceline.engine.compute.batch import call, counted, divisible, filled, judged, mapped, samples, split, target
+from paceline.engine.compute.batch import Measured, call, divisible, filled, judged, mapped, samples, split, target
 from paceline.engine.compute.deferred_update import DeferredUpdate
 from paceline.engine.compute.forward_state import Moving
 from paceline.engine.compute.gradient_hooks import Pass
@@ -155,7 +155,7 @@ class Engine(contract.Engine):
         start, batch = time.perf_counter(), filled(batch)
         self._check_parameters()
         self.local_step.check_step(self.moving)
-        vote = Vote()
+        vote, measured = Vote(), Measured()
         if self._keeps:
             self._inputs.capture(batch)
 
@@ -174,8 +174,7 @@ class Engine(contract.Engine):
             vote.terms = tuple(a + b for a, b in zip_longest(vote.terms, terms.values(), fillvalue=0.0))
             self.terms = tuple(terms)
             if self.metric:
-                sums = counted(self.metric(output, target(self.metric, part)), part, num_rows)
-                vote.metric_sum += sums.get("", (0.0, 0.0))[0]
+                vote.metric_sum += measured.add(self.metric(output, target(self.metric, part)), part, num_rows)
             return value if times * scale == 1.0 else value * (times * scale)
 
         parts = [] if batch is None else self._split(batch, self.accumulate)
@@ -192,6 +191,7 @@ class Engine(contract.Engine):
                 self.wait_pending()  # as processes with rows do: all raise its errors at the same place
             state = self.backward.run(forms, offer, *(partial(next_part, part) for part in parts))
         self.moving.end()
+        self.metrics, vote.terms = tuple(measured.sums) or self.metrics, measured.after(vote.terms)
         self.hint = self.local_step.found() or self.hint
         if self._keeps:
             self._inputs.check()

@@ -12,11 +12,13 @@ from paceline.transport import Control
 
 
 class StepRecord(StepObserver):
-    """Writes the events of one process; ``terms``: the mean of each component of the last step's loss, by name."""
+    """Writes the events of one process; ``terms``: the mean of each component of the last step's loss, by name, and
+    ``metrics``: each value of its metric, "" where it has one."""
 
     def __init__(self, record: Record, engine: Engine, exchange: Exchange, control: Control):
         self.record, self.engine, self.exchange, self.control = record, engine, exchange, control
         self.terms: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         self._reasons: list[str] = []
 
     def again(self, step: int, outcome: StepOutcome) -> None:
@@ -24,8 +26,12 @@ class StepRecord(StepObserver):
 
     def ends(self, summary: StepSummary) -> None:
         outcome, vote = summary.outcome, summary.outcome.vote
-        means = zip(self.engine.terms, vote.terms, strict=False)  # a process without samples knows no names
+        names, names_of_metrics = self.engine.terms, self.engine.metrics  # a process without samples knows none
+        means = zip(names, vote.terms, strict=False)
         self.terms = {name: total / vote.weight if vote.weight else math.nan for name, total in means}
+        sums, weights = vote.terms[len(names) :: 2], vote.terms[len(names) + 1 :: 2]
+        counted = zip(names_of_metrics, sums, weights, strict=False)
+        self.metrics = {name: total / weight if weight else math.nan for name, total, weight in counted}
         self.record.write(
             "step",
             step=summary.step,
@@ -39,6 +45,7 @@ class StepRecord(StepObserver):
             drift=outcome.drift,
             norm=self.engine.norm,
             **({"terms": self.terms} if self.terms else {}),
+            **{f"metric/{name}" if name else "metric": value for name, value in self.metrics.items()},
             **({"samples": vote.samples} if vote.samples else {}),
             **summary.facts,
         )

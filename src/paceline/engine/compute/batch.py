@@ -10,6 +10,7 @@ A loss with a parameter named ``batch`` gets the whole batch, of whatever type.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -196,6 +197,41 @@ def counted(found: Any, batch: Any, rows: int | None = None) -> dict[str, tuple[
         raise ValueError(
             f"the metric returned {_described(found)}; return a sum over rows, a pair (sum, weight), or a dict of these"
         ) from None
+
+
+def is_tensor_sum(part: Any) -> bool:
+    """Whether a metric's value is a (tensor, None), such as a confusion matrix: a sum that is not divided."""
+    return isinstance(part, tuple) and len(part) == 2 and part[1] is None
+
+
+class Measured:
+    """What a metric returns of several batches, added up by name. A (tensor, None) is left to evaluations."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[float, float]] = {}
+
+    def add(self, found: Any, batch: Any, rows: int | None) -> float:
+        """Returns the sum of a metric without names."""
+        numbers = {} if is_tensor_sum(found) else found
+        if isinstance(found, Mapping):
+            numbers = {name: part for name, part in found.items() if not is_tensor_sum(part)}
+        sums = counted(numbers, batch, rows)
+        self.add_sums(sums)
+        return sums.get("", (0.0, 0.0))[0]
+
+    def add_sums(self, sums: Mapping[str, tuple[float, float]]) -> None:
+        for name, (total, weight) in sums.items():
+            before = self.sums.get(name, (0.0, 0.0))
+            self.sums[name] = before[0] + total, before[1] + weight
+
+    def after(self, terms: tuple[float, ...]) -> tuple[float, ...]:
+        """A vote's terms, and each sum with its weight."""
+        if len(terms) + 2 * len(self.sums) > Vote.MAX_TERMS:
+            raise ValueError(
+                f"the metric has {len(self.sums)} values and the loss {len(terms)} parts; a step adds up at most "
+                f"{Vote.MAX_TERMS} numbers over all processes, two for each value; leave some to pace.evaluate"
+            )
+        return *terms, *itertools.chain.from_iterable(self.sums.values())
 
 
 def _is_number(value: Any) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.contract import Engine
 from paceline.data import batches
 from paceline.data.sampler import Assignment
-from paceline.engine.compute.batch import counted, samples, target
+from paceline.engine.compute.batch import Measured, is_tensor_sum, samples, target
 from paceline.transport import Control
 
 
@@ -38,8 +38,7 @@ def evaluate(
     own_rows = assignment.rows(len(chosen))
     own: list[int] = chosen[own_rows.start : own_rows.stop].tolist()
     training = [module for module in model.modules() if module.training]  # some may stay in eval mode (frozen BN)
-    sums: dict[str, tuple[float, float]] = {}
-    tensors: dict[str, Tensor] = {}
+    measured, tensors = Measured(), dict[str, Tensor]()
     moving = getattr(engine, "moving", None)
     model.eval()
     try:
@@ -47,37 +46,29 @@ def evaluate(
             for start in range(0, len(own), rows):
                 some = own[start : start + rows]
                 batch, output = engine.forward(change(source.fetch(some, 0)))
-                numbers, its_tensors = _divided(metric(output, target(metric, batch)))
-                _add(sums, counted(numbers, batch, samples(batch, len(some))))
-                _add_tensors(tensors, its_tensors)
+                found = metric(output, target(metric, batch))
+                measured.add(found, batch, samples(batch, len(some)))
+                named = found if isinstance(found, Mapping) else {"": found}
+                _add_tensors(tensors, {str(n): torch.as_tensor(p[0]) for n, p in named.items() if is_tensor_sum(p)})
     finally:
         for module in training:
             module.training = True
-    whole: dict[str, tuple[float, float]] = {}
     added: dict[str, Tensor] = {}
     lists = {name: [str(each.dtype).removeprefix("torch."), each.tolist()] for name, each in tensors.items()}
-    received = list(map(json.loads, control.all_gather(json.dumps([team, assignment.node, sums, lists]).encode())))
+    received = list(
+        map(json.loads, control.all_gather(json.dumps([team, assignment.node, measured.sums, lists]).encode()))
+    )
     if any(its != team for its, *_ in received) or len({node for _, node, *_ in received}) < assignment.num_nodes:
         return None
+    whole = Measured()
     for _, _, its_sums, its_lists in received:
-        _add(whole, its_sums)
+        whole.add_sums(its_sums)
         _add_tensors(
             added, {name: torch.tensor(each, dtype=getattr(torch, kind)) for name, (kind, each) in its_lists.items()}
         )
-    means = {name: value / weight if weight else float("nan") for name, (value, weight) in whole.items()}
-    found = {**means, **added}
-    return found[""] if set(found) == {""} else found
-
-
-def _divided(found: Any) -> tuple[Any, dict[str, Tensor]]:
-    """What a metric returned: (means, as `counted` takes them; sums of pairs (sum, None), by name)."""
-    named = found if isinstance(found, Mapping) else {"": found}
-    sums = {
-        str(name): torch.as_tensor(part[0])
-        for name, part in named.items()
-        if isinstance(part, tuple) and len(part) == 2 and part[1] is None
-    }
-    return ({name: part for name, part in named.items() if str(name) not in sums} if sums else found), sums
+    means = {name: value / weight if weight else float("nan") for name, (value, weight) in whole.sums.items()}
+    both = {**means, **added}
+    return both[""] if set(both) == {""} else both
 
 
 def _add_tensors(sums: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
@@ -90,9 +81,3 @@ def _add_tensors(sums: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
                 f"{tuple(sums[name].shape)}; these are added up over all batches: return one shape, a sum over samples"
             )
         sums[name] = sums[name] + wide if name in sums else wide
-
-
-def _add(sums: dict[str, tuple[float, float]], more: Any) -> None:
-    for name, (value, weight) in more.items():
-        old = sums.get(name, (0.0, 0.0))
-        sums[name] = old[0] + value, old[1] + weight

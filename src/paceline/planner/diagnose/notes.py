@@ -132,7 +132,10 @@ def _subject(
     metric = job.metric or equivalence.metric
 
     def measured(output: Any, rows: Any) -> Mapping[str, tuple[float, float]]:
-        return batches.counted(metric(output, batches.target(metric, rows)), rows) if metric else {}
+        found = batches.Measured()
+        if metric:
+            found.add(metric(output, batches.target(metric, rows)), rows, None)
+        return found.sums
 
     device = next(iter(job.model.parameters())).device
     rows, read_again = tree_map_only(Tensor, lambda each: each.to(device), (rows, read_again))
