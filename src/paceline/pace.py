@@ -142,6 +142,8 @@ class Pace:
         if not cursor.resumed:
             cursor.epoch, cursor.next_step = cursor.epoch + (cursor.next_step > 0), 0
             cursor.began = cursor.epoch
+        if cursor.resumed and cursor.epoch >= cursor.began + epochs and run.leader:
+            log.info("the checkpoint was made after the last batch of this call of batches, which yields none")
         cursor.resumed = False
         first = not cursor.facts
         if first or (self.training.admission and dataset is not self._dataset):  # compared with a joining node's
@@ -350,6 +352,15 @@ class Pace:
             observer.averaged()
         self.run.cursor.resumed = self.run.cursor.resumed or checkpoint is not None
         return checkpoint
+
+    def keep(self, **objects: Any) -> None:
+        """From now on saved and restored with the run, by these names, and sent to a joining node: anything with
+        ``state_dict`` and ``load_state_dict``, such as a scheduler that you step each epoch, or averaged weights.
+
+        Call it before `restore` or `batches`. Of several processes, the leader's state is saved.
+        """
+        for name, thing in objects.items():
+            self.run.kept.add(name, thing)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Writes the model's ``state_dict`` alone, as safetensors, atomically, in one process."""

@@ -210,3 +210,70 @@ def test_sums_of_unlike_shapes_are_refused():
     _, pace = joined()
     with pace, pytest.raises(ValueError, match=r"\(tensor, None\) of shape \(2,\) after one of \(4,\); .* one shape"):
         pace.evaluate(TensorDataset(X, Y), lambda output, y: (y, None), rows=4)
+
+
+class Average:
+    """Averaged weights of one's own."""
+
+    def __init__(self, value=0.0):
+        self.value = torch.tensor(value)
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"].clone()
+
+
+def trained_with_what_is_kept(folder, stops, restores=False, late=False):
+    """Three epochs, or until one that is saved."""
+    model, pace = joined(folder=folder)
+    optimizer = pace.job.optimizer
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    average = Average()
+    with pace:
+        if not late:
+            pace.keep(schedule=schedule, average=average, plateau=plateau)
+        assert not restores or pace.restore()
+        if late:
+            pace.keep(schedule=schedule, average=average, plateau=plateau)
+        for batch in pace.batches(TensorDataset(X, Y), epochs=3):
+            average.value += pace.step(batch)
+            if batch.ends_epoch:
+                schedule.step()
+                plateau.step(1.0)
+                if pace.epoch == stops:
+                    pace.save()
+                    break
+        return schedule.state_dict(), plateau.state_dict(), average.value, model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_schedulers_of_epochs_and_ones_own_objects_are_saved_and_restored(tmp_path, late):
+    whole = trained_with_what_is_kept(tmp_path / "whole", 3)
+    trained_with_what_is_kept(tmp_path / "parts", 2)
+    resumed = trained_with_what_is_kept(tmp_path / "parts", 3, restores=True, late=late)
+    assert resumed[:2] == whole[:2]
+    assert torch.equal(resumed[2], whole[2])
+    assert torch.equal(resumed[3], whole[3])
+
+
+def test_what_cannot_be_kept_is_an_error(tmp_path, capsys):
+    _, pace = joined(folder=tmp_path)
+    with pace:
+        with pytest.raises(ValueError, match=r"keep\(it=\.\.\.\) takes an object with state_dict\(\) .* got a float"):
+            pace.keep(it=1.0)
+        with pytest.raises(ValueError, match="got the class Average"):
+            pace.keep(it=Average)
+        pace.keep(it=(first := Average()))
+        pace.keep(it=first)
+        with pytest.raises(ValueError, match="was called before with another object"):
+            pace.keep(it=Average())
+        pace.save()
+        pace.keep(more=Average(7.0))
+        assert pace.restore()
+        assert "has no state of more, which begin anew" in capsys.readouterr().err
+        first.load_state_dict = lambda state: state["other"]
+        with pytest.raises(ValueError, match=r"the state that was saved of keep\(it=\.\.\.\) does not fit a Average"):
+            pace.restore()

@@ -47,6 +47,7 @@ def state(run: RunState) -> dict[str, Any]:
         "methods": run.methods,
         "plan": run.row,
         "facts": run.facts,
+        "kept": run.kept.state(),
         "again": list(run.cursor.again),
     }
 
@@ -77,6 +78,11 @@ def restore(run: RunState, checkpoint: Checkpoint) -> None:
     run.cursor.epoch, run.cursor.next_step, run.cursor.began = saved["epoch"], saved["next_step"], saved["began"]
     run.num_steps, run.facts = checkpoint.step, saved["facts"]
     run.cursor.again[:] = saved.get("again", [])
+    if without := run.kept.load(saved.get("kept", {})):
+        text = f"the checkpoint {checkpoint.path} has no state of {', '.join(without)}, which begin anew"
+        if run.leader:
+            log.warning(text)
+        run.record.write("hint", text=text)
     shares = tuple(saved.get("shares", ()))
     if run.balance and run.balance.allows(shares):
         run.assignment = dataclasses.replace(run.assignment, shares=shares)

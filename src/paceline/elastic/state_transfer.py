@@ -160,6 +160,7 @@ def small_state(run: RunState) -> dict[str, Any]:
         "began": run.cursor.began,
         "num_steps": run.num_steps,
         "facts": run.facts,
+        "kept": run.kept.state(),
         "sizes": list(run.world.sizes),
         "shares": list(run.assignment.shares) if run.assignment.shares else None,
         "least": list(run.limits.least),
@@ -198,6 +199,7 @@ def adopt(run: RunState, state: dict[str, Any], node: int) -> None:
     run.exchange.load({**run.exchange.state(), **state["exchange"]})
     run.cursor.epoch, run.cursor.next_step, run.cursor.began = state["epoch"], state["next_step"], state["began"]
     run.num_steps, run.facts = state["num_steps"], state["facts"]
+    run.kept.load(state["kept"])
     limits = Limits(tuple(state["least"]), tuple(state["most"]))
     shares = tuple(state["shares"]) if state["shares"] else None
     assignment = dataclasses.replace(run.assignment, node=node, num_nodes=len(state["sizes"]), shares=shares)

@@ -18,6 +18,7 @@ INSTEAD = {
     "prepare": "join(model, optimizer, loss, batch_size=...) takes them, and pace.batches(dataset) the data",
     "set_epoch": "pace.batches shuffles every epoch anew; leave it out",
     "barrier": "pace.once(work) lets one process of each node work while the others wait",
+    "register_for_checkpointing": "use pace.keep(name=object)",
     "print": "use: if pace.leader: print(...)",
     "is_main_process": "use pace.leader",
     "is_local_main_process": "use pace.once()",

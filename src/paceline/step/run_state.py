@@ -18,6 +18,7 @@ from paceline.messages import Decision, StepOutcome
 from paceline.report.activity import Activity
 from paceline.report.record import Record
 from paceline.report.step_observer import StepObserver
+from paceline.step.kept_objects import KeptObjects
 from paceline.transport import Control, Link, Membership
 
 
@@ -27,9 +28,10 @@ class RunState:
 
     ``members``: of the run, with the link between the nodes. ``assignment``: which rows of a batch are this process's;
     ``balances``: it follows the nodes' speed. ``number``: of this join among those of the script. ``leader``: does what
-    only one process may do; ``speaks``: reports errors that all processes raise. ``watched``: by a trial, a profile or
-    a comparison, which do not change the user's run. ``clip``: the global norm. ``stop_signal``: a signal received, and
-    ``launcher_lost``: no connection to the launcher: both end the training after the step in which all learn of it.
+    only one process may do; ``kept``: objects of the script that are saved, too; ``speaks``: reports errors that all
+    processes raise. ``watched``: by a trial, a profile or a comparison, which do not change the user's run. ``clip``:
+    the global norm. ``stop_signal``: a signal received, and ``launcher_lost``: no connection to the launcher: both end
+    the training after the step in which all learn of it.
     """
 
     job: Job
@@ -61,6 +63,7 @@ class RunState:
     num_steps: int = 0
     cursor: Cursor = field(default_factory=Cursor)
     facts: dict[str, Any] = field(default_factory=dict)
+    kept: KeptObjects = field(default_factory=KeptObjects)
     last: StepOutcome = field(default_factory=lambda: StepOutcome(Decision.COMMIT))
     interrupted: bool = False  # a step began, and was neither committed nor rolled back
     fixed_s: float = 0.0  # of the last step: the part that does not depend on its rows
