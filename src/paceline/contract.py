@@ -213,8 +213,8 @@ class Engine(EngineTraits, EngineState, EngineOnNode):
     # (into, left, right): how an update applies a layer's factors, without momentum
     multiply: Callable[[Tensor, Tensor, Tensor], Any] = staticmethod(Tensor.addmm_)
     norm: float | None = None  # of the whole gradient at the last update, where the rule needs it
-    terms: tuple[str, ...] = ()  # the names of the loss's components, where it has any
-    metrics: tuple[str, ...] = ()  # likewise of the metric, whose sums and weights follow in a vote's `terms`
+    # the names in a vote's `terms`: of the loss's components; of the metric's values, a sum and a weight of each
+    terms: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
     num_local_samples: int | None = None  # samples of the next share, where an assignment divides the batch
 
     def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:

@@ -183,7 +183,7 @@ def test_what_is_kept_or_evaluated_or_the_last_is_levelled_before(tmp_path, monk
     with joined(folder=tmp_path, scheduler=None) as pace:
         levelled = []
         monkeypatch.setattr(pace.exchange, "consensus", "period", raising=False)
-        monkeypatch.setattr(pace.exchange, "average", lambda weights, now: levelled.append(now and len(weights)))
+        monkeypatch.setattr(pace.exchange, "average", lambda weights, *when: levelled.append((len(weights), *when)))
         counts = []
         for doing in (
             pace.save,
@@ -193,7 +193,8 @@ def test_what_is_kept_or_evaluated_or_the_last_is_levelled_before(tmp_path, monk
             doing()
             counts.append(len(levelled))
     assert counts == [1, 2, 3]
-    assert levelled == [len(pace.engine.weights)] * 4
+    state = True, False, False, True  # a divided optimizer's, for a checkpoint and at the end
+    assert levelled == [(len(pace.engine.weights), True, each) for each in state]
 
 
 def test_a_trial_neither_reads_nor_writes_the_run(tmp_path, monkeypatch):

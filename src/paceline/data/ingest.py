@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
-
-from paceline.report.log import log
 
 
 class Journal:
@@ -31,7 +30,9 @@ class Journal:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                log.info(f"another process does the same work, {path} is its journal: waiting until it ends")
+                logging.getLogger("paceline").info(
+                    f"another process does the same work, {path} is its journal: waiting until it ends"
+                )
                 fcntl.flock(self._file, fcntl.LOCK_EX)  # of a process that lives: it ends with it
             # the previous holder may have removed the file: then this handle is of the removed file
             if path.exists() and os.path.samestat(os.fstat(self._file.fileno()), path.stat()):

@@ -166,13 +166,13 @@ class Engine(contract.Engine):
             vote.weight += weight
             if self._norms and not value.requires_grad:  # the other processes wait for its sums in backward
                 raise without_gradient()
-            if vote.terms and tuple(terms) != self.terms:
+            if vote.terms and tuple(terms) != self.terms[0]:
                 raise ValueError(
-                    f"the loss gave the parts {', '.join(terms)} of one micro-batch and {', '.join(self.terms)} of "
+                    f"the loss gave the parts {', '.join(terms)} of one micro-batch and {', '.join(self.terms[0])} of "
                     f"another; give the same everywhere, with 0 for a part that is missing"
                 )
             vote.terms = tuple(a + b for a, b in zip_longest(vote.terms, terms.values(), fillvalue=0.0))
-            self.terms = tuple(terms)
+            self.terms = tuple(terms), self.terms[1]
             if self.metric:
                 vote.metric_sum += measured.add(self.metric(output, target(self.metric, part)), part, num_rows)
             return value if times * scale == 1.0 else value * (times * scale)
@@ -191,7 +191,8 @@ class Engine(contract.Engine):
                 self.wait_pending()  # as processes with rows do: all raise its errors at the same place
             state = self.backward.run(forms, offer, *(partial(next_part, part) for part in parts))
         self.moving.end()
-        self.metrics, vote.terms = tuple(measured.sums) or self.metrics, measured.after(vote.terms)
+        self.terms = self.terms[0], tuple(measured.sums) or self.terms[1]
+        vote.terms = measured.after(vote.terms)
         self.hint = self.local_step.found() or self.hint
         if self._keeps:
             self._inputs.check()

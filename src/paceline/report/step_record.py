@@ -26,7 +26,7 @@ class StepRecord(StepObserver):
 
     def ends(self, summary: StepSummary) -> None:
         outcome, vote = summary.outcome, summary.outcome.vote
-        names, names_of_metrics = self.engine.terms, self.engine.metrics  # a process without samples knows none
+        names, names_of_metrics = self.engine.terms  # a process without samples knows none
         means = zip(names, vote.terms, strict=False)
         self.terms = {name: total / vote.weight if vote.weight else math.nan for name, total in means}
         sums, weights = vote.terms[len(names) :: 2], vote.terms[len(names) + 1 :: 2]
