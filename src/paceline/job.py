@@ -46,10 +46,11 @@ class Job:
         if not is_module:
             errors.append(f"model must be a torch.nn.Module, got {_describe(model)}")
         if not isinstance(optimizer, torch.optim.Optimizer):
-            errors.append(f"optimizer must be a torch.optim.Optimizer, got {_describe(optimizer)}")
-        if isinstance(optimizer, torch.optim.LBFGS):
+            errors.append(f"optimizer must be a torch.optim.Optimizer or a list of these, got {_describe(optimizer)}")
+        kinds = {type(each) for each in getattr(optimizer, "optimizers", [optimizer])}
+        if any(issubclass(kind, torch.optim.LBFGS) for kind in kinds):
             errors.append("LBFGS computes the loss several times per step, which is not supported; use another")
-        if isinstance(optimizer, torch.optim.SparseAdam):
+        if any(issubclass(kind, torch.optim.SparseAdam) for kind in kinds):
             errors.append("SparseAdam accepts only sparse gradients, and here they are added up dense; use Adam")
         errors += self._function_errors()
         errors += self._number_errors()

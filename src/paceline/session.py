@@ -27,6 +27,7 @@ from paceline.engine.checks import join_arguments, wrapped_models
 from paceline.engine.compute import deferred_update as overlaps
 from paceline.engine.compute.precision import parse_row
 from paceline.engine.node import affinity
+from paceline.engine.node.several_optimizers import as_one
 from paceline.environment import LaunchEnvironment
 from paceline.errors import CheckpointError, LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
 from paceline.job import Job
@@ -51,7 +52,7 @@ _joins = itertools.count()  # every process joins in the same order, so each joi
 
 def join(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     loss: Callable[..., Any] | None = None,
     *,
     batch_size: int,
@@ -77,8 +78,8 @@ def join(
 ) -> Pace:
     """Joins this process to a training, as its only process or as one of many that run the same script.
 
-    model, optimizer    remain yours: any nn.Module, any torch.optim optimizer but LBFGS; of a model in
-                        DistributedDataParallel or DataParallel the module inside is trained
+    model, optimizer    remain yours: any nn.Module, any torch.optim optimizer but LBFGS, or a list of several; of a
+                        model in DistributedDataParallel or DataParallel the module inside is trained
     loss                ``loss(output, target)``: a mean over samples, a (sum, weight), or a dict of means; None: the
                         output's own ``.loss``. A parameter named ``batch`` receives the whole batch
     batch_size          global: over all processes and nodes
@@ -111,14 +112,15 @@ def join(
     ValueError for wrong arguments, LinkError when other nodes cannot be reached.
     """
     configure()
+    one: Any = as_one(optimizer)
     request = _Request(engine, exchange, codec, shares, overlap, keep, reproducible, encrypt, folder)
     joined = [pace.job.model for pace in _joined if not pace.training.over and not pace.training.broken]
-    found = join_arguments.faults(model, optimizer, request.arguments, joined)
+    found = join_arguments.faults(model, one, request.arguments, joined)
     size = batch_size * stopwatch.times() if isinstance(batch_size, int) else batch_size
     shares = "measured" if found else load_balance.parse_shares(request.arguments["shares"])
     job_of = partial(Job, batch_norm=batch_norm, forward=forward, most_rows=most_rows, buffers=buffers, found=found)
     inside, options = wrapped_models.inside(model), (metric, accumulate, precision, scheduler)
-    job = job_of(inside, optimizer, loss, size, clip, seed, *options, shares=shares)
+    job = job_of(inside, one, loss, size, clip, seed, *options, shares=shares)
     # in an equivalence run, a single process may be given a rank
     world = LaunchEnvironment() if equivalence.requested().get("told") else LaunchEnvironment.of_environment()
     return _train(request, job, world, model)

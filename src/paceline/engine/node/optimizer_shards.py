@@ -24,6 +24,7 @@ from torch import Tensor
 from paceline.engine.checks import own_steps
 from paceline.engine.compute.state_store import is_cut
 from paceline.engine.node.local_group import LocalGroup
+from paceline.engine.node.several_optimizers import SeveralOptimizers
 from paceline.engine.node.shared_memory import LINE_BYTES, tensor_at
 from paceline.messages import RowRange
 from paceline.registry import THREADS
@@ -39,6 +40,9 @@ Part = tuple[str, slice, torch.nn.Parameter]  # name, rows, the part as the opti
 
 def division(optimizer: torch.optim.Optimizer) -> str:
     """The unit in which processes divide its work: any rows of a weight, or whole weights."""
+    if isinstance(optimizer, SeveralOptimizers):
+        alike = all(division(each) == SLICES for each in optimizer.optimizers)
+        return SLICES if alike else "whole tensors"
     kind = type(optimizer)
     return SLICES if kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim") else "whole tensors"
 
@@ -315,6 +319,8 @@ def _differs_beside_others(optimizer: torch.optim.Optimizer, most: int) -> bool:
 
 def _twin(optimizer: torch.optim.Optimizer) -> Any:
     """A copy of the optimizer, without state, hooks or a wrapped step."""
+    if isinstance(optimizer, SeveralOptimizers):
+        return SeveralOptimizers([_twin(each) for each in optimizer.optimizers])
     twin = object.__new__(type(optimizer))
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}  # not copied
     for key, value in vars(optimizer).items():
