@@ -1,6 +1,8 @@
 """Epochs count on from call to call, an export is a plain model's, and the record has every step."""
 
 import itertools
+import multiprocessing
+import os
 
 import pytest
 import torch
@@ -254,3 +256,34 @@ def test_micro_batches_of_a_whole_batch_are_as_small_as_was_asked_for():
         for batch in pace.batches(rows, shuffle=False):
             pace.step(batch)
     assert seen == [1, 1, 1, 1, 3]
+
+
+class Readers(torch.utils.data.Dataset):
+    """Each sample says in which process it was read."""
+
+    def __len__(self):
+        return 13
+
+    def __getitem__(self, i):
+        return torch.full((2,), float(i)), torch.tensor(os.getpid())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_evaluation_reads_with_the_loaders_processes_and_leaves_none(workers):
+    with joined(scheduler=None) as pace:
+        loader = torch.utils.data.DataLoader(Readers(), batch_size=4, num_workers=workers)
+        pids = []
+
+        def metric(output, target):
+            pids.extend(target.tolist())
+            return torch.tensor(float(len(target)))
+
+        before = torch.get_rng_state()
+        assert pace.evaluate(loader, metric, rows=4) == 1.0
+        assert torch.equal(torch.get_rng_state(), before)
+        assert len(pids) == 13
+        assert (os.getpid() in pids) == (workers == 0)
+        assert len(set(pids)) == max(1, workers)
+        with pytest.raises(ZeroDivisionError):
+            pace.evaluate(loader, lambda output, target: 1 / 0, rows=4)
+    assert not [each for each in multiprocessing.active_children() if each.is_alive()]

@@ -9,7 +9,7 @@ that their draws from global random state keep their order, or prefetched by wor
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -182,6 +182,20 @@ def samples(dataset: Any, source: Source) -> Indices:
     if isinstance(dataset, DataLoader) and not isinstance(source, Stream):
         return samples_of(dataset, len(source))
     return np.arange(len(source))
+
+
+def in_parts(dataset: Any, source: Source, parts: Sequence[list[int]]) -> Generator[Any]:
+    """The samples of each part, in order; the processes of a DataLoader read them ahead, if it has any."""
+    if not (isinstance(dataset, DataLoader) and dataset.num_workers and len(parts) > 1):
+        yield from (source.fetch(part, 0) for part in parts)
+        return
+    requests = [(0, part) for part in parts]
+    rows = Prefetcher(Seeded(source, 0), requests, dataset.num_workers, options_of(dataset))
+    try:
+        for number in range(len(parts)):
+            yield rows.take(number)
+    finally:
+        rows.close()
 
 
 def _of_map(source: Source, order: Order, epochs: int, start: Position) -> Iterator[Batch]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from typing import Any
 
 import torch
@@ -42,12 +42,13 @@ def evaluate(
     moving = getattr(engine, "moving", None)
     model.eval()
     try:
-        with torch.no_grad(), moving.unchanged() if moving else nullcontext():
-            for start in range(0, len(own), rows):
-                some = own[start : start + rows]
-                batch, output = engine.forward(change(source.fetch(some, 0)))
+        with torch.no_grad(), moving.unchanged() if moving else nullcontext(), ExitStack() as reading:
+            parts = [own[start : start + rows] for start in range(0, len(own), rows)]
+            read = reading.enter_context(closing(batches.in_parts(dataset, source, parts)))
+            for part, some in zip(parts, read, strict=True):
+                batch, output = engine.forward(change(some))
                 found = metric(output, target(metric, batch))
-                measured.add(found, batch, samples(batch, len(some)))
+                measured.add(found, batch, samples(batch, len(part)))
                 named = found if isinstance(found, Mapping) else {"": found}
                 _add_tensors(tensors, {str(n): torch.as_tensor(p[0]) for n, p in named.items() if is_tensor_sum(p)})
     finally:
