@@ -47,7 +47,8 @@ class Job:
             errors.append(f"model must be a torch.nn.Module, got {_describe(model)}")
         if not isinstance(optimizer, torch.optim.Optimizer):
             errors.append(f"optimizer must be a torch.optim.Optimizer or a list of these, got {_describe(optimizer)}")
-        kinds = {type(each) for each in getattr(optimizer, "optimizers", [optimizer])}
+        several = getattr(optimizer, "optimizers", None)  # `SeveralOptimizers` has a list
+        kinds = {type(each) for each in (several if isinstance(several, list) else [optimizer])}
         if any(issubclass(kind, torch.optim.LBFGS) for kind in kinds):
             errors.append("LBFGS computes the loss several times per step, which is not supported; use another")
         if any(issubclass(kind, torch.optim.SparseAdam) for kind in kinds):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from paceline import contract, messages, transport
-from paceline.checkpoint import auto_resume
+from paceline.checkpoint import auto_resume, run_state
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.export import export
 from paceline.contract import GlobalBatch
@@ -143,7 +143,7 @@ class Pace:
             cursor.epoch, cursor.next_step = cursor.epoch + (cursor.next_step > 0), 0
             cursor.began = cursor.epoch
         if cursor.resumed and cursor.epoch >= cursor.began + epochs and run.leader:
-            log.info("the checkpoint was made after the last batch of this call of batches, which yields none")
+            log.info("this call of batches yields nothing: the checkpoint was made after its last batch")
         cursor.resumed = False
         first = not cursor.facts
         if first or (self.training.admission and dataset is not self._dataset):  # compared with a joining node's
@@ -191,7 +191,7 @@ class Pace:
     @property
     def metric(self) -> float | dict[str, float] | None:
         """The metric of `join` over the last step's global batch, from that step's forward pass: a mean, or a dict of
-        means. None without a metric, and in your own loop (`backward`)."""
+        means; of nodes that average later, this node's. None without a metric, and in your own loop (`backward`)."""
         found = self.training.steps.metrics
         return found[""] if found.keys() == {""} else dict(found) or None
 
@@ -360,7 +360,7 @@ class Pace:
         Call it before `restore` or `batches`. Of several processes, the leader's state is saved.
         """
         for name, thing in objects.items():
-            self.run.kept.add(name, thing)
+            run_state.keep(self.run, name, thing)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Writes the model's ``state_dict`` alone, as safetensors, atomically, in one process."""

@@ -23,6 +23,7 @@ from paceline.elastic.start import start
 from paceline.elastic.view_change import ViewChangeHandler
 from paceline.engine.checks.own_steps import OwnSteps
 from paceline.engine.compute.precision import Scaler
+from paceline.engine.node.several_optimizers import separate
 from paceline.environment import LaunchEnvironment
 from paceline.errors import LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
 from paceline.exchange.flow.control import alone
@@ -318,6 +319,7 @@ class Training:
         """Ends all threads and waits for the checkpoint writer. Returns the writer's error, if any."""
         self.over = True
         self._own_steps.end()
+        separate(self.run.job.optimizer)
         if self.wrappers:
             self.wrappers.restore()
         if self._interrupt:

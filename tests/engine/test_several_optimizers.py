@@ -54,7 +54,7 @@ def plain(kind, clip=None, data=DATA):
 )
 def test_each_steps_as_if_alone(kind, clip, how):
     if kind is two and "exchange" in how:
-        with pytest.raises(ValueError, match="optimizer SeveralOptimizers may need whole weights"):
+        with pytest.raises(ValueError, match=r"optimizer Muon\+AdamW may need whole weights"):
             ranks.run(2, lambda link: Rank(link, build(Plain), lambda p: as_one(kind(p)), **how))
         return
     how = {**how, "engine": how["engine"](2)} if "engine" in how else how
@@ -86,8 +86,11 @@ def test_a_checkpoint_has_all_of_their_states_and_each_has_its_own(tmp_path):
             pace.step(batch)
         assert optimizers[1].param_groups[0]["lr"] == pytest.approx(0.01 / 16)
         assert optimizers[0].param_groups[0]["lr"] == 0.02
-        with pytest.raises(RuntimeError, match=r"Muon\.step\(\) was called beside pace\.step"):
+        with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) was called beside pace\.step"):
             optimizers[0].step()
+        for refused in (optimizers[0].load_state_dict, optimizers[0].add_param_group):
+            with pytest.raises(RuntimeError, match=r"of one of several optimizers was called after join\(\)"):
+                refused({})
     again, others, pace = joined(tmp_path)
     with pace:
         assert pace.restore()
@@ -104,11 +107,44 @@ def test_a_checkpoint_has_all_of_their_states_and_each_has_its_own(tmp_path):
             assert all(torch.equal(value, its["state"][number][key]) for key, value in state.items())
 
 
+class Plainest(torch.optim.SGD):
+    """Whose step takes nothing, as those of some scripts do."""
+
+    def step(self):
+        super().step()
+
+
+class Ahead(torch.optim.SGD):
+    def state_dict(self):
+        return {**super().state_dict(), "more": 1}
+
+
+def test_they_may_be_joined_again_and_are_their_own_afterwards():
+    model = build(Plain)
+    given = list(model.parameters())
+    optimizers = [Plainest(given[:1], lr=0.1, momentum=0.9), torch.optim.AdamW(given[1:], lr=0.01)]
+    how = {"batch_size": 24, "engine": "sequential"}
+    with pytest.raises(ValueError, match="clip is a global norm"):
+        paceline.join(model, optimizers, F.cross_entropy, clip=-1, **how)
+    for _ in range(2):
+        with paceline.join(model, optimizers, F.cross_entropy, **how) as pace:
+            pace.step(DATA[0])
+    assert [len(each.state) for each in optimizers] == [1, len(given) - 1]
+    state = optimizers[1].state_dict()
+    optimizers[1].load_state_dict(state)
+    F.cross_entropy(model(DATA[0][0]), DATA[0][1]).backward()
+    for each in optimizers:
+        each.step()
+    assert {int(state["step"]) for state in optimizers[1].state.values()} == {3}
+
+
 def test_what_cannot_be_used_together_is_an_error():
     model = build(Plain)
     given = list(model.parameters())
     with pytest.raises(ValueError, match=r"join: the optimizers cannot be used together: .* more than one"):
         paceline.join(model, [torch.optim.SGD(given, lr=0.1), torch.optim.SGD(given[:1], lr=0.1)], batch_size=4)
+    with pytest.raises(ValueError, match="together: Ahead has a state_dict of its own kind"):
+        paceline.join(model, [Ahead(given[:1], lr=0.1), torch.optim.SGD(given[1:], lr=0.1)], batch_size=4)
     with pytest.raises(ValueError, match="LBFGS computes the loss several times"):
         paceline.join(model, [torch.optim.LBFGS(given[:1]), torch.optim.SGD(given[1:], lr=0.1)], batch_size=4)
     with pytest.raises(ValueError, match=r"optimizer must be a torch\.optim\.Optimizer or a list of these, got"):

@@ -75,10 +75,35 @@ def test_a_steps_own_metric_is_that_of_its_forward_pass(tmp_path, kind, loss, en
     assert all(name in steps[-1] for name in names)
 
 
-def test_more_values_of_a_metric_than_a_step_adds_up_are_an_error():
+def test_of_more_values_than_a_step_adds_up_evaluations_alone_have_any(capsys):
     _, pace = joined(metric=lambda output, target: {str(i): target.sum() for i in range(17)})
-    with pace, pytest.raises(ValueError, match=r"the metric has 17 values .* leave some to pace\.evaluate"):
+    with pace:
         pace.step((X[:4], Y[:4]))
+        assert pace.metric is None
+        assert len(pace.evaluate(TensorDataset(X, Y))) == 17
+    assert "the metric has 17 values and the loss 0 parts" in capsys.readouterr().err
+
+
+def test_of_values_by_other_names_on_other_replicas_there_are_none(capsys):
+    """Story: sums were added up by their places, and those of one class to those of another."""
+
+    def each_class(output, target):
+        return {f"class {c}": ((output.argmax(1) == c).sum(), len(target)) for c in set(target.tolist())}
+
+    _, pace = joined(metric=each_class)
+    x, y = X[:4], torch.tensor([0, 0, 1, 1])
+    with pace:
+        pace.step((x, y))
+        assert pace.metric.keys() == {"class 0", "class 1"}
+        pace.step((x[:2], y[:2]))
+        assert pace.metric.keys() == {"class 0"}
+    torch.manual_seed(2)
+    model = nn.Linear(3, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with paceline.join(model, sgd, F.cross_entropy, batch_size=4, engine="replicas:2", metric=each_class) as pace:
+        pace.step((x, y))
+        assert pace.metric is None
+    assert "the metric returned other names on other processes, so pace.metric has none" in capsys.readouterr().err
 
 
 def test_a_batch_is_unpacked_to_this_processs_samples():
@@ -216,7 +241,7 @@ class Average:
     """Averaged weights of one's own."""
 
     def __init__(self, value=0.0):
-        self.value = torch.tensor(value)
+        self.value = torch.tensor(value) if isinstance(value, float) else value
 
     def state_dict(self):
         return {"value": self.value}
@@ -266,6 +291,8 @@ def test_what_cannot_be_kept_is_an_error(tmp_path, capsys):
             pace.keep(it=1.0)
         with pytest.raises(ValueError, match="got the class Average"):
             pace.keep(it=Average)
+        with pytest.raises(ValueError, match=r"the state of keep\(bad=\.\.\.\)\['value'\] is a builtins\.set"):
+            pace.keep(bad=Average({1}))
         pace.keep(it=(first := Average()))
         pace.keep(it=first)
         with pytest.raises(ValueError, match="was called before with another object"):
@@ -273,7 +300,7 @@ def test_what_cannot_be_kept_is_an_error(tmp_path, capsys):
         pace.save()
         pace.keep(more=Average(7.0))
         assert pace.restore()
-        assert "has no state of more, which begin anew" in capsys.readouterr().err
+        assert "has no state of more, which stay as they are" in capsys.readouterr().err
         first.load_state_dict = lambda state: state["other"]
         with pytest.raises(ValueError, match=r"the state that was saved of keep\(it=\.\.\.\) does not fit a Average"):
             pace.restore()

@@ -11,7 +11,9 @@ import torch
 
 from paceline.checkpoint import codec_state
 from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.state_tree import pack
 from paceline.engine.compute import rng
+from paceline.engine.node.several_optimizers import kind_of
 from paceline.registry import current
 from paceline.report.log import log
 from paceline.step import buffer_broadcast
@@ -36,7 +38,7 @@ def state(run: RunState) -> dict[str, Any]:
         "seed": run.job.seed,
         "batch_size": run.job.batch_size,
         "shares": list(run.shares),
-        "optimizer_kind": type(run.job.optimizer).__name__,
+        "optimizer_kind": kind_of(run.job.optimizer),
         "optimizer": run.engine.optimizer_state(),
         "schedule": run.job.scheduler.state_dict() if run.job.scheduler else None,
         "scaler": dict(vars(run.scaler)),
@@ -52,10 +54,15 @@ def state(run: RunState) -> dict[str, Any]:
     }
 
 
+def keep(run: RunState, name: str, thing: Any) -> None:
+    """Raises ValueError for what cannot be saved."""
+    run.kept.add(name, thing, lambda state: pack(state, f"the state of keep({name}=...)", {}))
+
+
 def restore(run: RunState, checkpoint: Checkpoint) -> None:
     """Collective: every process must call it. Raises ValueError for a checkpoint of another model or job."""
     saved, job = checkpoint.state, run.job
-    own = {"seed": job.seed, "batch_size": job.batch_size, "optimizer_kind": type(job.optimizer).__name__}
+    own = {"seed": job.seed, "batch_size": job.batch_size, "optimizer_kind": kind_of(job.optimizer)}
     if different := [name for name, value in own.items() if saved[name] != value]:
         differences = ", ".join(f"{name.removesuffix('_kind')} {saved[name]} (here {own[name]})" for name in different)
         raise ValueError(
@@ -73,16 +80,16 @@ def restore(run: RunState, checkpoint: Checkpoint) -> None:
         vars(run.scaler).update(saved["scaler"])
     if exchange := _exchange(run, saved):
         run.exchange.load(exchange)
+    if without := run.kept.load(saved.get("kept", {})):
+        text = f"the checkpoint {checkpoint.path} has no state of {', '.join(without)}, which stay as they are"
+        if run.leader:
+            log.warning(text)
+        run.record.write("hint", text=text)
     if len(saved["random"]) == run.world.world_size:
         rng.set_state(rng.of_json(saved["random"][run.world.rank]))
     run.cursor.epoch, run.cursor.next_step, run.cursor.began = saved["epoch"], saved["next_step"], saved["began"]
     run.num_steps, run.facts = checkpoint.step, saved["facts"]
     run.cursor.again[:] = saved.get("again", [])
-    if without := run.kept.load(saved.get("kept", {})):
-        text = f"the checkpoint {checkpoint.path} has no state of {', '.join(without)}, which begin anew"
-        if run.leader:
-            log.warning(text)
-        run.record.write("hint", text=text)
     shares = tuple(saved.get("shares", ()))
     if run.balance and run.balance.allows(shares):
         run.assignment = dataclasses.replace(run.assignment, shares=shares)

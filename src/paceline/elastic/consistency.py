@@ -19,6 +19,7 @@ from paceline import contract, transport
 from paceline.data.encoded_images import EncodedImages
 from paceline.engine.checks.optimizer_options import OWN
 from paceline.engine.compute.precision import PRECISION
+from paceline.engine.node.several_optimizers import kind_of
 from paceline.job import Job
 from paceline.registry import says
 
@@ -36,7 +37,7 @@ def facts(job: Job, engine: contract.Engine, exchange: contract.Exchange, codec:
         "shares": job.shares,
         "batch_norm": job.batch_norm,
         "buffers": job.buffers,
-        "optimizer": (type(job.optimizer).__name__, groups),
+        "optimizer": (kind_of(job.optimizer), groups),
         "scheduler": type(job.scheduler).__name__,
         "loss scaling": engine.precision == "fp16",
         "exchange": _described(exchange),

@@ -199,7 +199,7 @@ def adopt(run: RunState, state: dict[str, Any], node: int) -> None:
     run.exchange.load({**run.exchange.state(), **state["exchange"]})
     run.cursor.epoch, run.cursor.next_step, run.cursor.began = state["epoch"], state["next_step"], state["began"]
     run.num_steps, run.facts = state["num_steps"], state["facts"]
-    run.kept.load(state["kept"])
+    run.kept.load(mapped(state["kept"], Tensor.clone))
     limits = Limits(tuple(state["least"]), tuple(state["most"]))
     shares = tuple(state["shares"]) if state["shares"] else None
     assignment = dataclasses.replace(run.assignment, node=node, num_nodes=len(state["sizes"]), shares=shares)

@@ -191,9 +191,9 @@ class Engine(contract.Engine):
                 self.wait_pending()  # as processes with rows do: all raise its errors at the same place
             state = self.backward.run(forms, offer, *(partial(next_part, part) for part in parts))
         self.moving.end()
-        self.terms = self.terms[0], tuple(measured.sums) or self.terms[1]
-        vote.terms = measured.after(vote.terms)
-        self.hint = self.local_step.found() or self.hint
+        vote.terms, names, why = measured.after(vote.terms)
+        self.terms = self.terms[0], names or self.terms[1]
+        self.hint = why or self.local_step.found() or self.hint
         if self._keeps:
             self._inputs.check()
         vote.finite = math.isfinite(vote.loss_sum)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from paceline.contract import Engine, Exchange
+from paceline.engine.compute.batch import checksum
 from paceline.messages import StepOutcome
 from paceline.report.record import Record
 from paceline.report.step_observer import StepObserver, StepSummary
@@ -29,9 +30,7 @@ class StepRecord(StepObserver):
         names, names_of_metrics = self.engine.terms  # a process without samples knows none
         means = zip(names, vote.terms, strict=False)
         self.terms = {name: total / vote.weight if vote.weight else math.nan for name, total in means}
-        sums, weights = vote.terms[len(names) :: 2], vote.terms[len(names) + 1 :: 2]
-        counted = zip(names_of_metrics, sums, weights, strict=False)
-        self.metrics = {name: total / weight if weight else math.nan for name, total, weight in counted}
+        self._measure(names_of_metrics or ("",), vote.terms[len(names) :])
         self.record.write(
             "step",
             step=summary.step,
@@ -52,3 +51,12 @@ class StepRecord(StepObserver):
         if (reasons := list(self.exchange.explain())) != self._reasons:
             self.record.write("forms", step=summary.step, forms=list(self.exchange.forms()), why=reasons)
             self._reasons = reasons
+
+    def _measure(self, names: tuple[str, ...], terms: tuple[float, ...]) -> None:
+        """``terms``: a sum and a weight for each name, and of the processes with samples their checksums and number."""
+        *pairs, (check, count) = [*zip(terms[::2], terms[1::2], strict=False)] or [(0.0, 0.0)]
+        alike = len(pairs) == len(names) and check == count * checksum(names)
+        named = zip(names, pairs, strict=False) if alike and count else ()
+        self.metrics = {name: total / weight if weight else math.nan for name, (total, weight) in named}
+        if count and not alike and self.engine.terms[1]:
+            self.engine.hint = "the metric returned other names on other processes, so pace.metric has none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -12,8 +13,8 @@ class KeptObjects:
         self._objects: dict[str, Any] = {}
         self._waiting: dict[str, Any] = {}
 
-    def add(self, name: str, thing: Any) -> None:
-        """Raises ValueError."""
+    def add(self, name: str, thing: Any, check: Callable[[Any], object]) -> None:
+        """``check`` raises ValueError for a state that cannot be saved. Raises ValueError."""
         if isinstance(thing, type) or not all(
             callable(getattr(thing, m, None)) for m in ("state_dict", "load_state_dict")
         ):
@@ -22,6 +23,7 @@ class KeptObjects:
             )
         if self._objects.get(name, thing) is not thing:
             raise ValueError(f"keep({name}=...) was called before with another object; give this one another name")
+        check(thing.state_dict())
         self._objects[name] = thing
         if name in self._waiting:
             self._load(name, self._waiting.pop(name))

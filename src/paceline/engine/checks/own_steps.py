@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
+from paceline.engine.node.several_optimizers import members
+
 
 class OwnSteps:
     """Counts such steps until `refuse`; each later one raises RuntimeError, and changes nothing."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.count, self.updates, self._refuses = 0, False, False
-        self._hook: Any = optimizer.register_step_pre_hook(self)
+        self._hooks = [each.register_step_pre_hook(self) for each in members(optimizer)]
 
     def __call__(self, *_: Any) -> None:
         if self.updates:
@@ -29,12 +31,13 @@ class OwnSteps:
         self._refuses, self.count = True, 0
 
     def end(self) -> None:
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
     """Runs the optimizer's step as an update, which is no step of the script."""
-    seen = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if isinstance(hook, OwnSteps)]
+    seen = [hook for each in members(optimizer) for hook in _hooks(each) if isinstance(hook, OwnSteps)]
     for hook in seen:
         hook.updates = True
     try:
@@ -46,5 +49,11 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 
 def hooked(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the user has step hooks, which may need the gradients."""
-    others = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, OwnSteps)]
-    return bool(others or optimizer._optimizer_step_post_hooks)
+    return any(
+        each._optimizer_step_post_hooks or not all(isinstance(hook, OwnSteps) for hook in _hooks(each))
+        for each in members(optimizer)
+    )
+
+
+def _hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return list(optimizer._optimizer_step_pre_hooks.values())

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from paceline.engine.node.several_optimizers import members
 from paceline.registry import REPLICAS
 
 SERVED = (DistributedDataParallel, DataParallel)
@@ -82,8 +83,9 @@ def faults(model: nn.Module, optimizer: Any = None) -> list[str]:
             f"parameter {early[0]!r} is updated inside backward (_apply_optimizer_in_backward), before gradients are "
             f"added up; leave that out"
         )
-    if optimizer is not None and (what := _communicates(optimizer, OPTIMIZERS)):
-        found.append(f"the optimizer is a {what}; {PLAIN}")
+    for each in members(optimizer) if optimizer is not None else ():
+        if what := _communicates(each, OPTIMIZERS):
+            found.append(f"the optimizer is a {what}; {PLAIN}")
     return found
 
 

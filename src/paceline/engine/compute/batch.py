@@ -13,6 +13,7 @@ import inspect
 import itertools
 import math
 import operator
+import zlib
 from collections.abc import Callable, Mapping
 from functools import lru_cache, reduce
 from itertools import pairwise
@@ -204,6 +205,10 @@ def is_tensor_sum(part: Any) -> bool:
     return isinstance(part, tuple) and len(part) == 2 and part[1] is None
 
 
+def checksum(names: tuple[str, ...]) -> float:
+    return float(zlib.crc32("\n".join(names).encode()))
+
+
 class Measured:
     """What a metric returns of several batches, added up by name. A (tensor, None) is left to evaluations."""
 
@@ -224,14 +229,19 @@ class Measured:
             before = self.sums.get(name, (0.0, 0.0))
             self.sums[name] = before[0] + total, before[1] + weight
 
-    def after(self, terms: tuple[float, ...]) -> tuple[float, ...]:
-        """A vote's terms, and each sum with its weight."""
-        if len(terms) + 2 * len(self.sums) > Vote.MAX_TERMS:
-            raise ValueError(
-                f"the metric has {len(self.sums)} values and the loss {len(terms)} parts; a step adds up at most "
-                f"{Vote.MAX_TERMS} numbers over all processes, two for each value; leave some to pace.evaluate"
+    def after(self, terms: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[str, ...], str]:
+        """(a vote's terms with the sum and weight of each value and a checksum of the names, the names, and why there
+        are none)."""
+        names, why = tuple(sorted(self.sums)), ""
+        if len(terms) + 2 * len(names) + 2 > Vote.MAX_TERMS:
+            why = (
+                f"the metric has {len(names)} values and the loss {len(terms)} parts; a step adds up at most "
+                f"{Vote.MAX_TERMS} numbers over all processes, so pace.metric has none; pace.evaluate has them all"
             )
-        return *terms, *itertools.chain.from_iterable(self.sums.values())
+        if not names or why:
+            return terms, (), why
+        sums = itertools.chain.from_iterable(self.sums[name] for name in names)
+        return (*terms, *sums, checksum(names), 1.0), names, why
 
 
 def _is_number(value: Any) -> bool:

@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.contract import Engine, Exchange
 from paceline.engine.checks import own_steps
 from paceline.engine.node.optimizer_shards import splits
+from paceline.engine.node.several_optimizers import kind_of
 from paceline.errors import LinkError, NotFinite
 from paceline.job import Job
 from paceline.messages import PendingGradient, Update, UpdateRule
@@ -229,7 +230,7 @@ def choose(requested: str | None, job: Job, row: str, engine: Engine, exchange: 
         against.append(f"the exchange has no gradients that arrive later: use {EXCHANGE!r}")
     if not splits(job.optimizer):
         against.append(
-            f"optimizer {type(job.optimizer).__name__} cannot update one weight after the other (hooks around its "
+            f"optimizer {kind_of(job.optimizer)} cannot update one weight after the other (hooks around its "
             f"step, or a step that counts): use one of torch.optim, without hooks"
         )
     if against:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from paceline.engine.checks import own_steps
 from paceline.engine.compute import matmul
+from paceline.engine.node.several_optimizers import members
 from paceline.messages import Gradient, UpdateRule
 
 BLOCK_VALUES = 1 << 19
@@ -51,12 +52,13 @@ def optimizer_takes_factors(optimizer: torch.optim.Optimizer) -> bool:
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     """Raises ValueError for an optimizer whose step evaluates the loss several times."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"optimizer {type(optimizer).__name__} computes the loss several times per step (step needs a closure), "
-            "but a step agreed with others has one gradient; use one that steps from gradients, such as SGD or Adam"
-        )
+    for each in members(optimizer):
+        closure = inspect.signature(type(each).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"optimizer {type(each).__name__} computes the loss several times per step (step needs a closure), but "
+                f"a step agreed with others has one gradient; use one that steps from gradients, such as SGD or Adam"
+            )
 
 
 def finish(

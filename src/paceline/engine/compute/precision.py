@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.engine.node.several_optimizers import members
+
 PRECISION = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIONS = ("channels_last", "bf16", "fp16", "fused", "compile")
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -48,8 +50,8 @@ class Numerics:
     def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if self.compile:
             model.compile()
-        if self.fused and type(optimizer) in FUSED:
-            for group in optimizer.param_groups:
+        for each in members(optimizer) if self.fused else ():
+            for group in each.param_groups if type(each) in FUSED else ():
                 group["fused"], group["foreach"] = True, False
 
     def forward(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -20,6 +20,7 @@ from paceline import contract
 from paceline.engine.compute import state_store
 from paceline.engine.compute.optimizer_step import step_if_finite
 from paceline.engine.node.optimizer_shards import SLICES, division
+from paceline.engine.node.several_optimizers import kind_of
 from paceline.messages import Shard, Update
 
 
@@ -29,7 +30,7 @@ class DividedOptimizer(contract.DividedOptimizer):
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]):
         if division(optimizer) != SLICES:
             raise ValueError(
-                f"optimizer {type(optimizer).__name__} may need whole weights for an update, and each node would have "
+                f"optimizer {kind_of(optimizer)} may need whole weights for an update, and each node would have "
                 f"parts of them; use an elementwise optimizer of torch.optim, such as SGD or AdamW"
             )
         self._optimizer, self._parameters = optimizer, parameters

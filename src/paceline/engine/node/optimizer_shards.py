@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.engine.checks import own_steps
 from paceline.engine.compute.state_store import is_cut
 from paceline.engine.node.local_group import LocalGroup
-from paceline.engine.node.several_optimizers import SeveralOptimizers
+from paceline.engine.node.several_optimizers import kind_of, members
 from paceline.engine.node.shared_memory import LINE_BYTES, tensor_at
 from paceline.messages import RowRange
 from paceline.registry import THREADS
@@ -40,11 +40,9 @@ Part = tuple[str, slice, torch.nn.Parameter]  # name, rows, the part as the opti
 
 def division(optimizer: torch.optim.Optimizer) -> str:
     """The unit in which processes divide its work: any rows of a weight, or whole weights."""
-    if isinstance(optimizer, SeveralOptimizers):
-        alike = all(division(each) == SLICES for each in optimizer.optimizers)
-        return SLICES if alike else "whole tensors"
-    kind = type(optimizer)
-    return SLICES if kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim") else "whole tensors"
+    kinds = map(type, members(optimizer))
+    alike = all(kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim") for kind in kinds)
+    return SLICES if alike else "whole tensors"
 
 
 class OptimizerShards:
@@ -57,7 +55,7 @@ class OptimizerShards:
         elementwise = self.division == SLICES
         if not elementwise and local_group.size > 1 and (why := _couples(optimizer)):
             raise ValueError(
-                f"optimizer {type(optimizer).__name__} {why}, so its work cannot be divided among {local_group.size} "
+                f"optimizer {kind_of(optimizer)} {why}, so its work cannot be divided among {local_group.size} "
                 f"processes; use engine '{THREADS}:k', or an optimizer of torch.optim"
             )
         self._shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
@@ -213,7 +211,7 @@ class OptimizerShards:
         if value is None or isinstance(value, bool | int | float | str):
             return value, [], None
         raise ValueError(
-            f"optimizer {type(self.optimizer).__name__} keeps a {type(value).__name__} as {key!r} of a parameter; a "
+            f"optimizer {kind_of(self.optimizer)} keeps a {type(value).__name__} as {key!r} of a parameter; a "
             f"state divided among processes is gathered from tensors and plain numbers only; use engine '{THREADS}:k'"
         )
 
@@ -261,7 +259,8 @@ class OptimizerShards:
                 "of this node; call it, in every process, before pace.close() or inside the `with` block"
             )
 
-        self.optimizer.state_dict = closed  # type: ignore[method-assign]
+        for each in members(self.optimizer):
+            each.state_dict = closed
 
 
 def _cut(state: Mapping[str, Any], own: slice, shape: torch.Size) -> dict[str, Any]:
@@ -280,6 +279,8 @@ def _couples(optimizer: torch.optim.Optimizer) -> str:
 
     Where the optimizer refuses small tensors, the trial is repeated with larger ones.
     """
+    if len(each := members(optimizer)) > 1:
+        return next(filter(None, map(_couples, each)), "")
     if type(optimizer).__module__.startswith("torch.optim"):
         return ""  # none of torch's does, but for LBFGS, which is refused before
     try:
@@ -319,12 +320,10 @@ def _differs_beside_others(optimizer: torch.optim.Optimizer, most: int) -> bool:
 
 def _twin(optimizer: torch.optim.Optimizer) -> Any:
     """A copy of the optimizer, without state, hooks or a wrapped step."""
-    if isinstance(optimizer, SeveralOptimizers):
-        return SeveralOptimizers([_twin(each) for each in optimizer.optimizers])
     twin = object.__new__(type(optimizer))
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}  # not copied
     for key, value in vars(optimizer).items():
-        if key not in ("step", "state"):
+        if key not in ("step", "state", "state_dict", "load_state_dict", "add_param_group", "_whole"):
             twin.__dict__[key] = OrderedDict() if key.endswith("_hooks") else copy.deepcopy(value, dict(parameters))
     twin.state = defaultdict(dict)
     return twin
@@ -336,6 +335,8 @@ def splits(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if division(optimizer) == SLICES:
         return True
+    if len(each := members(optimizer)) > 1:
+        return all(map(splits, each))
     generator = torch.Generator().manual_seed(0)
     some = [_some(group["params"]) for group in optimizer.param_groups]
     small = [torch.randn([min(n, 4) for n in p.shape], generator=generator).to(p.dtype) for each in some for p in each]

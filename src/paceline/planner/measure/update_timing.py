@@ -49,7 +49,7 @@ class Updates:
     def can_fuse(self) -> bool:
         """Whether the optimizer has an unused fused kernel and at least half of the weights have dense gradients."""
         groups = self.optimizer.param_groups
-        offered = "fused" in groups[0] and not any(group["fused"] for group in groups)
+        offered = all("fused" in group and not group["fused"] for group in groups)
         return offered and 2 * self.dense_bytes() > sum(p.nbytes for p in self.parameters.values() if p.requires_grad)
 
     def seconds(self, threads: int, kind: str, limit_s: float) -> float:
