@@ -103,9 +103,9 @@ class EngineTraits:
 
 class DividedOptimizer:
     """An optimizer that updates these ``shards`` of the weights and no others, and has the state of no others, from
-    `divide` until `assemble`. Without any it holds the whole. State tensors of a weight's shape are cut as it is."""
+    `divide` until `assemble`. None: it holds the whole. State tensors of a weight's shape are cut as it is."""
 
-    shards: Sequence[Shard] = ()
+    shards: Sequence[Shard] | None = None
 
     def divide(self, shards: Sequence[Shard]) -> None:
         raise NotImplementedError
@@ -117,7 +117,7 @@ class DividedOptimizer:
         raise NotImplementedError
 
     def assemble(self, states: Mapping[Shard, Mapping[str, Any]]) -> None:
-        """``states``: of shards that are all weights together."""
+        """``states``: of shards that are all weights together; none: the state is lost."""
         raise NotImplementedError
 
 
@@ -159,7 +159,7 @@ class EngineState:
 
     def divided_optimizer(self) -> DividedOptimizer:
         """For exchanges that divide its work between nodes. Raises ValueError for optimizers that cannot be divided."""
-        raise NotImplementedError
+        raise ValueError("this engine has no optimizer whose work could be divided between nodes")
 
     def optimizer_rows(self, windows: Mapping[str, RowRange]) -> dict[str, dict[str, Any]]:
         """The optimizer's state for these rows of these parameters, by their names in `optimizer_index`. Collective

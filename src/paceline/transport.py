@@ -7,12 +7,13 @@ import queue
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, empty_like
 
 from paceline.errors import LinkError
 from paceline.messages import CommCost, StepOutcome, Tally, Target, Vote
@@ -26,6 +27,21 @@ class Handle:
 
     def done(self) -> bool:
         raise NotImplementedError
+
+
+class Both(Handle):
+    """Two operations, with the result of the first."""
+
+    def __init__(self, first: Handle, second: Handle):
+        self._first, self._second = first, second
+
+    def done(self) -> bool:
+        return self._first.done() and self._second.done()
+
+    def wait(self, deadline_s: float | None = None) -> Any:
+        result = self._first.wait(deadline_s)
+        self._second.wait(deadline_s)
+        return result
 
 
 class Threads:
@@ -151,6 +167,11 @@ class Collectives:
     def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> Handle:
         """Result: this rank's slice of the sum. *Shapes*: (size * n, ...) in, (n, ...) out."""
         raise NotImplementedError
+
+    def shift(self, tensor: Tensor, what: str = "shift") -> Handle:
+        """Result: the tensor of the rank before, in a tensor of its own; this one's goes to the next rank."""
+        received = empty_like(tensor)
+        return Both(self.recv(received, (self.rank - 1) % self.size), self.send(tensor, (self.rank + 1) % self.size))
 
     def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> Handle:
         raise NotImplementedError
@@ -340,6 +361,11 @@ class ViewChange:
         fields["joined"] = [Joiner(**each) for each in fields["joined"]]
         fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
         return cls(**fields)
+
+
+def checksum(names: Sequence[str]) -> float:
+    """Of names that must be equal in all processes."""
+    return float(zlib.crc32("\n".join(names).encode()))
 
 
 def pack_frames(parts: Sequence[bytes]) -> bytes:

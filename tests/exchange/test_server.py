@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import ranks
-from nodes import MODELS, OPTIMIZERS, Plain, Rank, build, gap, reference, rows
+from nodes import HIDDEN, MODELS, OPTIMIZERS, Plain, Rank, build, gap, reference, rows
 from paceline.engine.node.optimizer_shards import ELEMENTWISE
 from paceline.link.memory import world
 from paceline.messages import Bucket, CommCost
@@ -34,6 +35,14 @@ class Odd(nn.Module):
 
     def forward(self, x):
         return self.conv(x.view(len(x), 3, 4, 4)).amax((2, 3)) * self.scale + self.shift * torch.arange(5)
+
+
+def odd_data():
+    dice = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(24, 48, generator=dice, dtype=torch.float64), torch.randint(0, 5, (24,), generator=dice))
+        for _ in range(4)
+    ]
 
 
 def train(link, model, optimizer, data=DATA, **how):
@@ -68,11 +77,7 @@ def test_every_model(kind):
 
 
 def test_weights_that_are_not_contiguous_and_weights_of_fewer_values_than_nodes():
-    dice = torch.Generator().manual_seed(1)
-    data = [
-        (torch.randn(24, 48, generator=dice, dtype=torch.float64), torch.randint(0, 5, (24,), generator=dice))
-        for _ in range(4)
-    ]
+    data = odd_data()
     model = Odd()
     want, _ = reference(model, data, OPTIMIZERS["adamw"])
 
@@ -99,7 +104,7 @@ def test_the_assembled_state_is_that_of_one_process_and_training_goes_on_from_it
     one = ANY[optimizer](alone.parameters())
     for x, y in DATA[:3]:
         alone.zero_grad()
-        nn.functional.cross_entropy(alone(x), y).backward()
+        F.cross_entropy(alone(x), y).backward()
         one.step()
     whole = one.state_dict()["state"]
 
@@ -147,6 +152,132 @@ def test_between_two_steps_the_state_is_nobodys():
         return len(state["state"])
 
     assert len(set(ranks.run(2, work))) == 1
+
+
+class Tiny(nn.Module):
+    """Two values: of four nodes, one has no part and no copy of any."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(1, 1).double()
+
+    def forward(self, x):
+        return self.line(x[:, :1])
+
+
+def test_a_node_that_has_no_part_of_a_small_model():
+    model, data = Tiny(), [(x, x[:, 1:2]) for x, _ in DATA]
+    how = {"loss": F.mse_loss, "optimizer": OPTIMIZERS["adam"]}
+    want, _ = reference(model, data, **how)
+    found = ranks.run(4, lambda link: train(link, model, how["optimizer"], data, loss=F.mse_loss).state())
+    check(found, want)
+
+
+class Mixed(nn.Module):
+    """A scalar of another type than all else, in a bucket of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.line, self.scale = nn.Linear(HIDDEN, 5).double(), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.line(x) * self.scale
+
+
+def test_weights_of_two_types():
+    dice = torch.Generator().manual_seed(1)
+    data = [
+        (torch.randn(24, HIDDEN, generator=dice, dtype=torch.float64), torch.randint(0, 5, (24,), generator=dice))
+        for _ in range(3)
+    ]
+    model = Mixed()
+    want, _ = reference(model, data)
+    for state in ranks.run(3, lambda link: train(link, model, OPTIMIZERS["momentum"], data).state()):
+        assert gap({"line.weight": state["line.weight"]}, {"line.weight": want["line.weight"]}) < 1e-6
+        assert torch.allclose(state["scale"], want["scale"])
+
+
+def test_what_a_script_does_to_weights_between_two_steps_stays_also_where_state_is_collected():
+    """Story: a part that was no view of its weight was written back when a checkpoint was made."""
+    model, data = Odd(), odd_data()
+
+    def halved(made):
+        with torch.no_grad():
+            made.conv.weight.mul_(0.5)
+            made.scale.data = made.scale.data * 0.5
+
+    def work(link):
+        rank = train(link, model, OPTIMIZERS["momentum"], data[:2])
+        halved(rank.model)
+        before = rank.state()
+        average(rank.run, state=True)
+        assert all(torch.equal(value, before[name]) for name, value in rank.state().items())
+        rank.train(data[2:])
+        return rank.state()
+
+    plain = copy.deepcopy(model)
+    optimizer = OPTIMIZERS["momentum"](plain.parameters())
+    for number, (x, y) in enumerate(data):
+        if number == 2:
+            halved(plain)
+        optimizer.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+    check(ranks.run(3, work), plain.state_dict())
+
+
+def test_to_collect_the_state_each_node_sends_its_part_alone():
+    def work(link):
+        rank = train(link, build(Plain), OPTIMIZERS["adam"])
+        sent, gather = [], link.all_gather
+        link.all_gather = lambda tensor, *given, **more: sent.append(tensor.nbytes) or gather(tensor, *given, **more)
+        average(rank.run, state=True)
+        return sum(sent) / sum(3 * weight.nbytes for weight in rank.engine.weights)  # values and two averages
+
+    assert ranks.run(4, work) == pytest.approx([0.25] * 4, rel=0.2)
+
+
+class Empty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.nothing = nn.Linear(HIDDEN, 3).double(), nn.Parameter(torch.zeros(0, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.line(x) + self.nothing.sum()
+
+
+def test_a_parameter_without_values_keeps_its_state():
+    dice = torch.Generator().manual_seed(1)
+    x, y = torch.randn(24, HIDDEN, generator=dice, dtype=torch.float64), torch.randint(0, 3, (24,), generator=dice)
+
+    def work(link):
+        rank = train(link, Empty(), ANY["Adagrad"], [(x, y)] * 2)
+        average(rank.run, state=True)
+        rank.train([(x, y)])
+        average(rank.run, state=True)
+        return len(rank.optimizer.state_dict()["state"])
+
+    assert ranks.run(2, work) == [3, 3]
+
+
+def test_after_an_error_the_optimizer_has_the_parameters_again():
+    def work(link):
+        rank = train(link, build(Plain), OPTIMIZERS["momentum"])
+        rank.exchange.close()
+        assert rank.optimizer.param_groups[0]["params"] == list(rank.model.parameters())
+        return len(rank.optimizer.state_dict()["state"])
+
+    assert ranks.run(2, work) == [0, 0]
+
+
+def test_step_hooks_would_see_parts_and_are_refused():
+    def hooked(parameters):
+        made = torch.optim.SGD(parameters, lr=0.1)
+        made.register_step_post_hook(lambda *_: None)
+        return made
+
+    with pytest.raises(ValueError, match="optimizer SGD has step hooks, which would see parts of weights"):
+        Rank(world(1)[0], build(Plain), hooked, exchange="server")
 
 
 def test_an_optimizer_that_may_need_whole_weights_is_refused_by_name():

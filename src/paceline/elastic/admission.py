@@ -106,6 +106,8 @@ class Admission(StepObserver, Waiter):
         if run.leader:
             log.warning(text)
         run.record.write("wait", step=run.num_steps, num_nodes=self.num_nodes, minimum=self.minimum, text=text)
+        if run.exchange.divides_optimizer:
+            average(run, state=True)  # what a lost node had is on one node alone
         with run.activity.at(f"waiting for {self._missing_names} to come back"):
             wait(self, run.control, time.sleep)
         run.record.write("waited", step=run.num_steps, seconds=time.monotonic() - self._waits_s)

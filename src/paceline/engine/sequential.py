@@ -211,8 +211,7 @@ class Engine(contract.Engine):
             raise ValueError(
                 f"{', '.join(thawed[:3])} began to ask for a gradient after join(); unfreeze before joining"
             )
-        divided = self._divided and self._divided.shards
-        if not divided and self._num_held != (current := num_held(self.optimizer)):
+        if not self._is_divided and self._num_held != (current := num_held(self.optimizer)):
             known = {id(each) for each in (*self.backward.parameters.values(), *(each for _, each in self._frozen))}
             if any(id(each) not in known for group in self.optimizer.param_groups for each in group["params"]):
                 raise ValueError(
@@ -283,7 +282,7 @@ class Engine(contract.Engine):
     def _apply(self, update: Update) -> tuple[bool, float | None]:
         """(whether these gradients were applied, their norm)."""
         used, rule = dict(zip(self.names, update.used, strict=True)), update.rule
-        if self._divided and self._divided.shards:
+        if self._divided and self._is_divided:
             return self._divided.apply(update, used)
         dense: list[Tensor] = []
         factored: list[Factored] = []
@@ -342,8 +341,12 @@ class Engine(contract.Engine):
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         if self._divided:
-            self._divided.hold_whole()
+            self._divided.assemble({})
         self.optimizer.load_state_dict(state)
+
+    @property
+    def _is_divided(self) -> bool:
+        return self._divided is not None and self._divided.shards is not None
 
     def divided_optimizer(self) -> contract.DividedOptimizer:
         self._divided = DividedOptimizer(self.optimizer, {name: self.backward.parameters[name] for name in self.names})

@@ -246,7 +246,7 @@ class Exchange(contract.Exchange):
             self.choice.keep_dense(state["owing"])
 
     def rebuild(self, link: transport.Link) -> None:
-        self.close()
+        self._stop()
         self.link = link
         self.memory = {
             bucket.index: self.codec.on_view_change(bucket, self.memory[bucket.index], self.seed)
@@ -256,6 +256,9 @@ class Exchange(contract.Exchange):
         self._start()
 
     def close(self) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
         if self._flow:
             self._flow.close()
 

@@ -43,7 +43,7 @@ class Exchange(local_sgd.Exchange):
         self, engine: contract.Engine, link: transport.Link, codec: contract.Codec, rows: int = 1, seed: int = 0
     ) -> None:
         super().open(engine, link, codec)
-        self.codec, self.seed, self.weights = codec, seed, dict(zip(engine.names, engine.weights, strict=True))
+        self.codec, self.seed, self.weights = codec, seed, dict(zip(engine.names, engine.weights, strict=False))
         self.num_outer_steps = 0
         self.memory = {bucket.index: codec.init(bucket, seed) for bucket in engine.buckets}
         self.anchor: dict[str, Tensor] = {}  # the weights at the last outer step

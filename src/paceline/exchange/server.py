@@ -69,12 +69,12 @@ class Push(contract.Codec):
         if self.to_all:
             return Coded((yield Collective(SUM, values)))
         size, rank = context.size, context.rank
-        length = -(-bucket.numel // size)
-        padded = torch.cat([values, values.new_zeros(size * length - bucket.numel)]).view(size, length)
-        own = yield Collective(REDUCE_SCATTER, padded)
+        padding = -bucket.numel % size
+        padded = torch.cat([values, values.new_zeros(padding)]) if padding else values
+        own = yield Collective(REDUCE_SCATTER, padded.view(size, -1))
         copy = yield Collective(SHIFT, own)
         for part, its in ((rank, own), ((rank - 1) % size, copy)):
-            into = values[part * length : (part + 1) * length]
+            into = values[_part(bucket, part, size)]
             into.copy_(its.view(-1)[: len(into)])
         return Coded(values)  # of which other parts are not sums
 
@@ -96,7 +96,7 @@ class Exchange(allreduce.Exchange):
         self, engine: contract.Engine, link: transport.Link, codec: contract.Codec, rows: int = 1, seed: int = 0
     ) -> None:
         super().open(engine, link, codec, rows, seed)
-        self.optimizer, self.names, self.like = engine.divided_optimizer(), engine.names, engine.weights[0]
+        self.optimizer, self.names = engine.divided_optimizer(), engine.names
 
     def forms(self) -> Sequence[str]:
         return [DENSE] * len(self.buckets)
@@ -107,7 +107,7 @@ class Exchange(allreduce.Exchange):
 
     @property
     def _divided(self) -> bool:
-        return bool(self.optimizer.shards)
+        return self.optimizer.shards is not None
 
     def begin(self) -> None:
         self.push.to_all = self._divided and self.held != self._position  # shards are as before a node failed
@@ -128,9 +128,7 @@ class Exchange(allreduce.Exchange):
 
     def _squares(self, gradient: Gradient) -> float:
         assert gradient.flat is not None
-        rank, size = self._position
-        length = -(-gradient.bucket.numel // size)
-        own = gradient.flat[rank * length : (rank + 1) * length]
+        own = gradient.flat[_part(gradient.bucket, *self._position)]
         dtype = torch.float32 if own.itemsize < 4 else None
         return float(torch.linalg.vector_norm(own, dtype=dtype)) ** 2
 
@@ -152,12 +150,11 @@ class Exchange(allreduce.Exchange):
         )
 
     def _pull(self, bucket: Bucket) -> Any:
-        rank, size = self._position
-        values = [self.optimizer.values(shard) for shard in _shards(bucket, rank, size)]
-        like = values[0] if values else self.like
-        padding = -(-bucket.numel // size) - sum(map(len, values))
-        own = torch.cat([*values, like.new_zeros(padding)])
-        return self.link.all_gather(own, f"weights of bucket {bucket.index}: {bucket.names[0]}", even=True)
+        nothing = self.optimizer.values((bucket.names[0], 0, 0))
+        values = torch.cat([nothing, *map(self.optimizer.values, _shards(bucket, *self._position))])
+        padding = nothing.new_zeros(-(-bucket.numel // self.link.size) - len(values))
+        what = f"weights of bucket {bucket.index}: {bucket.names[0]}"
+        return self._lane.all_gather(torch.cat([values, padding]), what, even=True)
 
     def _assemble(self) -> Sequence[Target]:
         """The weights, where all shards and their state have been collected."""
@@ -184,7 +181,8 @@ class Exchange(allreduce.Exchange):
     def _gathered(self, bucket: Bucket, mine: Sequence[int]) -> States:
         """All shards of the bucket. ``mine``: the parts that this node sends."""
         shards = [shard for part in mine for shard in _shards(bucket, part, self.held[1])]
-        sent: States = {each: (self.optimizer.values(each), self.optimizer.state(each)) for each in shards}
+        # of a view the whole weight would be sent
+        sent: States = {each: (self.optimizer.values(each).clone(), self.optimizer.state(each)) for each in shards}
         message = io.BytesIO()
         torch.save(sent, message)
         payload = torch.frombuffer(bytearray(message.getbuffer()), dtype=torch.uint8)
@@ -207,6 +205,10 @@ class Exchange(allreduce.Exchange):
             self.optimizer.assemble({shard: state for shard, (_, state) in self._assembled.items()})
             self._assembled = None
 
+    def close(self) -> None:
+        super().close()
+        self.optimizer.assemble({})  # where it is still divided, after an error
+
     def traffic(self, dtype: torch.dtype) -> ExchangeTraffic:
         # among three nodes, in values of an all-reduce
         return ExchangeTraffic(factors=False, dense_bytes=dtype.itemsize * (2 * 3 - 1) / (2 * 3 - 2))
@@ -219,12 +221,16 @@ class Exchange(allreduce.Exchange):
         return total
 
 
+def _part(bucket: Bucket, part: int, size: int) -> slice:
+    """The values of one of ``size`` equal parts of a bucket, of which the last may be smaller or empty."""
+    length = -(-bucket.numel // size)
+    return slice(part * length, (part + 1) * length)
+
+
 def _shards(bucket: Bucket, part: int, size: int) -> Iterator[Shard]:
-    """Those of one of ``size`` equal parts of a bucket."""
-    length, start = -(-bucket.numel // size), 0
-    first, end = part * length, (part + 1) * length
+    its, start = _part(bucket, part, size), 0
     for name, numel in zip(bucket.names, bucket.numels, strict=True):
-        low, high = max(first - start, 0), min(end - start, numel)
+        low, high = max(its.start - start, 0), min(its.stop - start, numel)
         if low < high:
             yield name, low, high
         start += numel

@@ -239,10 +239,23 @@ class Link(transport.Link):
 
         if not tensor.numel():
             return Done(received.sum(0, dtype=tensor.dtype))
-        out, into = (each.view(-1).view(torch.uint8) for each in (tensor, received))
-        options = dist.AllToAllOptions()
-        work = self._start(lambda: self._group.alltoall_base(into, out, [], [], options), what)
+        work = self._trade(received, tensor, [], [], what)
         return self._handle(work, "reduce-scatter", tensor.nbytes, what, added)
+
+    def shift(self, tensor: Tensor, what: str = "shift") -> transport.Handle:
+        received, tensor = torch.empty_like(tensor, memory_format=torch.contiguous_format), tensor.contiguous()
+        into, out = ([0] * self.size for _ in range(2))
+        into[(self.rank - 1) % self.size] = out[(self.rank + 1) % self.size] = tensor.nbytes
+        if not tensor.nbytes:
+            return Done(received)
+        work = self._trade(received, tensor, into, out, what)
+        return self._handle(work, "shift", tensor.nbytes, what, lambda: received)
+
+    def _trade(self, received: Tensor, sent: Tensor, into: Sequence[int], out: Sequence[int], what: str) -> Any:
+        """Bytes from each rank to each: as many as ``out`` says to each, ``into`` from each; without these, as many to
+        each as to any other. Values are not added, so that every type of value may be sent."""
+        given = *(each.view(-1).view(torch.uint8) for each in (received, sent)), into, out, dist.AllToAllOptions()
+        return self._start(lambda: self._group.alltoall_base(*given), what)
 
     def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> transport.Handle:
         work = self._start(partial(self._broadcast, tensor, root), what)

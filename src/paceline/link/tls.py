@@ -126,11 +126,14 @@ class _Group:
         return whole
 
     def alltoall_base(
-        self, into: Tensor, out: Tensor, into_splits: Sequence[int], out_splits: Sequence[int], options: Any
+        self, into: Tensor, out: Tensor, into_splits: list[int], out_splits: list[int], options: Any
     ) -> Work:
-        """Of even parts: those of ``out`` go to the ranks in order."""
+        """The parts of ``out`` go to the ranks in order; without sizes they are even."""
         key, received, sent = (SCATTER, next(self._numbers), 0), _flat(into), _flat(out)
-        parts = list(zip(received.chunk(self.size), sent.chunk(self.size), strict=True))
+        even = [len(sent) // self.size] * self.size
+        parts = list(
+            zip(torch.split(received, into_splits or even), torch.split(sent, out_splits or even), strict=True)
+        )
         parts[self.rank][0].copy_(parts[self.rank][1])
         whole = Work(2 * len(self.others), _copy_back(received, into))
         for peer in self.others:

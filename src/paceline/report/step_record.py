@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 from paceline.contract import Engine, Exchange
-from paceline.engine.compute.batch import checksum
 from paceline.messages import StepOutcome
 from paceline.report.record import Record
 from paceline.report.step_observer import StepObserver, StepSummary
-from paceline.transport import Control
+from paceline.transport import Control, checksum
 
 
 class StepRecord(StepObserver):

@@ -134,6 +134,16 @@ def reduce_scatter_gives_each_its_slice(link: Link) -> None:
             same(mine, before, "input")
 
 
+def shift_gives_what_the_rank_before_has(link: Link) -> None:
+    for dtype in (*FLOATS, torch.uint8):
+        for count in COUNTS:
+            rows = pattern(2 * count).view(2, count)
+            mine = ((link.rank + 1) * rows).to(dtype)
+            before = mine.clone()
+            same(link.shift(mine).wait(LIMIT_S), ((link.rank - 1) % link.size + 1) * rows, dtype, count)
+            same(mine, before, "input")
+
+
 def broadcast_from_every_root(link: Link) -> None:
     for root in range(link.size):
         for count in COUNTS:
@@ -191,6 +201,9 @@ def counted_bytes_are_the_declared_ones(link: Link) -> None:
         assert link.sent_bytes - before == link.cost(operation, mine.nbytes).bytes, operation
         assert (link.sent_bytes > before) == (link.size > 1), operation
     if link.size > 1:
+        before = link.sent_bytes
+        link.shift(mine).wait(LIMIT_S)
+        assert link.sent_bytes - before == link.cost("shift", mine.nbytes).bytes == mine.nbytes
         before = link.sent_bytes
         received = link.recv(torch.zeros_like(mine), (link.rank - 1) % link.size)
         link.send(mine, (link.rank + 1) % link.size).wait(LIMIT_S)
@@ -250,6 +263,7 @@ def laws() -> list[Law]:
             a_gather_is_the_same_over_a_quick_wire,
             all_gather_results_are_ones_own,
             reduce_scatter_gives_each_its_slice,
+            shift_gives_what_the_rank_before_has,
             broadcast_from_every_root,
             send_reaches_the_peer_and_tag,
             many_are_in_flight_on_two_lanes,

@@ -163,7 +163,7 @@ class Kit:
                 weight.copy_(start)
                 weight.grad = None
         if self.engine._divided:
-            self.engine._divided.hold_whole()
+            self.engine._divided.assemble({})
         self.optimizer.state.clear()
         self.engine._step_number = 0
 

@@ -13,7 +13,6 @@ import inspect
 import itertools
 import math
 import operator
-import zlib
 from collections.abc import Callable, Mapping
 from functools import lru_cache, reduce
 from itertools import pairwise
@@ -25,6 +24,7 @@ from torch import Tensor
 from paceline.engine.compute.loss_divisor import Means, Seen, refuse, refuse_part
 from paceline.messages import Vote
 from paceline.registry import BASELINE, PROCESSES, THREADS
+from paceline.transport import checksum
 
 
 def call(model: torch.nn.Module, batch: Any) -> Any:
@@ -203,10 +203,6 @@ def counted(found: Any, batch: Any, rows: int | None = None) -> dict[str, tuple[
 def is_tensor_sum(part: Any) -> bool:
     """Whether a metric's value is a (tensor, None), such as a confusion matrix: a sum that is not divided."""
     return isinstance(part, tuple) and len(part) == 2 and part[1] is None
-
-
-def checksum(names: tuple[str, ...]) -> float:
-    return float(zlib.crc32("\n".join(names).encode()))
 
 
 class Measured:

@@ -4,7 +4,7 @@ Shards replace the parameters in the optimizer's groups; number, order and optio
 optimizers whose update of an element depends on that element alone (SGD, Adam, ...).
 
 *Invariants*: the assembled state is that of one process; dividing it again, among any number of nodes, gives the same
-steps. The memory of the shards is that of the weights, where these are contiguous.
+steps.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline import contract
+from paceline.engine.checks import own_steps
 from paceline.engine.compute import state_store
 from paceline.engine.compute.optimizer_step import step_if_finite
 from paceline.engine.node.optimizer_shards import SLICES, division
@@ -33,6 +34,11 @@ class DividedOptimizer(contract.DividedOptimizer):
                 f"optimizer {kind_of(optimizer)} may need whole weights for an update, and each node would have "
                 f"parts of them; use an elementwise optimizer of torch.optim, such as SGD or AdamW"
             )
+        if own_steps.hooked(optimizer):
+            raise ValueError(
+                f"optimizer {kind_of(optimizer)} has step hooks, which would see parts of weights on each node; remove "
+                f"them, or use another exchange"
+            )
         self._optimizer, self._parameters = optimizer, parameters
         self._whole = [list(group["params"]) for group in optimizer.param_groups]
         self._parts: dict[Shard, nn.Parameter] = {}
@@ -47,7 +53,7 @@ class DividedOptimizer(contract.DividedOptimizer):
         for group in self._optimizer.param_groups:
             kept = []
             for parameter in group["params"]:
-                if (name := names.get(id(parameter))) is None:
+                if (name := names.get(id(parameter))) is None or not parameter.numel():
                     kept.append(parameter)  # not trained here: unchanged
                     continue
                 state = self._optimizer.state.pop(parameter, None)
@@ -77,11 +83,24 @@ class DividedOptimizer(contract.DividedOptimizer):
             name, first, end = shard
             part.data = self._view(shard)  # whatever has changed the weight since
             part.grad = gradients[name][first:end].view(part.shape) if used[name] else None
-        return step_if_finite(list(self._parts.values()), self._optimizer, update.rule, update.rule.squares)
+        result = step_if_finite(list(self._parts.values()), self._optimizer, update.rule, update.rule.squares)
+        for shard, part in self._parts.items():
+            part.grad = None  # a view of the whole bucket's sum
+            self._write(shard, part.detach())
+        return result
+
+    def _write(self, shard: Shard, values: Tensor) -> None:
+        """Writes the values of a part that is no view of its weight, which is not contiguous."""
+        name, first, end = shard
+        weight = self._parameters[name].detach()
+        if not weight.is_contiguous():
+            flat = weight.reshape(-1)
+            flat[first:end] = values
+            weight.copy_(flat.view(weight.shape))
 
     def values(self, shard: Shard) -> Tensor:
-        part = self._parts.get(shard)  # none where the optimizer does not hold the weight
-        return (self._view(shard) if part is None else part.detach()).reshape(-1)
+        name, first, end = shard
+        return state_store.read(self._parameters[name], first, end)
 
     def state(self, shard: Shard) -> dict[str, Any]:
         part = self._parts.get(shard)
@@ -93,22 +112,23 @@ class DividedOptimizer(contract.DividedOptimizer):
             found.setdefault(shard[0], {})[shard] = state
         own = [value for part in self._parts.values() for value in self._optimizer.state.get(part, {}).items()]
         devices = {key: value.device for key, value in own if isinstance(value, Tensor)}
-        self.hold_whole()
+        self._hold_whole()
         for name, its in found.items():
             if any(its.values()):
                 joined = _joined(self._parameters[name], its)
                 moved = {k: v.to(devices.get(k, v.device)) if isinstance(v, Tensor) else v for k, v in joined.items()}
                 self._optimizer.state[self._parameters[name]] = moved
 
-    def hold_whole(self) -> None:
+    def _hold_whole(self) -> None:
         """The parameters themselves again, without any state of theirs."""
+        if self.shards is None:
+            return
         for part in self._parts.values():
             self._optimizer.state.pop(part, None)
         for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
             group["params"] = parameters
-        if self.shards:
-            del self._optimizer.state_dict, self._optimizer.load_state_dict, self._optimizer.add_param_group
-        self.shards, self._parts = (), {}
+        del self._optimizer.state_dict, self._optimizer.load_state_dict, self._optimizer.add_param_group
+        self.shards, self._parts = None, {}
 
     def _incomplete(self) -> NoReturn:
         raise RuntimeError(

@@ -6,7 +6,6 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paceline.messages import ALL_GATHER, MAX, REDUCE_SCATTER, SHIFT, CodecRun, Coded, Collective
 from paceline.transport import Handle, Link
@@ -42,27 +41,8 @@ def begin(collective: Collective, link: Link, what: str) -> Handle:
     if operation == REDUCE_SCATTER:
         return link.reduce_scatter(payload, what)
     if operation == SHIFT:
-        return Shift(link, payload)
+        return link.shift(payload, what)
     return (link.max if operation == MAX else link.sum)(payload, what)
-
-
-class Shift(Handle):
-    """The payload of the rank before, while this one's goes to the next. Two or more ranks."""
-
-    def __init__(self, link: Link, payload: Tensor):
-        self._received, sent = torch.empty_like(payload), payload.contiguous()
-        self._handles = (
-            link.recv(self._received, (link.rank - 1) % link.size),
-            link.send(sent, (link.rank + 1) % link.size),
-        )
-
-    def wait(self, deadline_s: float | None = None) -> Tensor:
-        for each in self._handles:
-            each.wait(deadline_s)
-        return self._received
-
-    def done(self) -> bool:
-        return all(each.done() for each in self._handles)
 
 
 def over_link(run: CodecRun, link: Link, what: str) -> Coded:

@@ -69,6 +69,9 @@ class CollectiveOverride(Link):
     def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> Handle:
         return self.link.reduce_scatter(tensor, what)
 
+    def shift(self, tensor: Tensor, what: str = "shift") -> Handle:
+        return self.link.shift(tensor, what)
+
     def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> Handle:
         return self.link.broadcast(tensor, root, what)
 

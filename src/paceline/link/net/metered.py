@@ -74,6 +74,9 @@ class MeteredLink(Link):
     def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> Handle:
         return self._metered("reduce-scatter", what, tensor, lambda: self.link.reduce_scatter(tensor, what))
 
+    def shift(self, tensor: Tensor, what: str = "shift") -> Handle:
+        return self._metered("shift", what, tensor, lambda: self.link.shift(tensor, what))
+
     def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> Handle:
         return self._metered("broadcast", what, tensor, lambda: self.link.broadcast(tensor, root, what))
 
