@@ -169,7 +169,8 @@ class Collectives:
         raise NotImplementedError
 
     def shift(self, tensor: Tensor, what: str = "shift") -> Handle:
-        """Result: the tensor of the rank before, in a tensor of its own; this one's goes to the next rank."""
+        """Result: the tensor of the rank before, in a tensor of its own; this one's goes to the next rank. Of two ranks
+        or more."""
         received = empty_like(tensor)
         return Both(self.recv(received, (self.rank - 1) % self.size), self.send(tensor, (self.rank + 1) % self.size))
 
