@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from paceline import __version__, environment
-from paceline.cli import attach, bench, doctor, pack, plan, report, run, train, verify
+from paceline.cli import attach, bench, doctor, pack, plan, report, run, sbatch, train, verify
 from paceline.launch.output import shown
 from paceline.report.log import configure
 
@@ -56,6 +56,7 @@ def about(version: Annotated[bool, typer.Option("--version", help="Print the ver
 app.command()(train.train)
 app.command(context_settings=AFTER)(plan.plan)
 app.command(context_settings=AFTER)(run.run)
+app.command(context_settings=AFTER)(sbatch.sbatch)
 app.command()(attach.attach)
 app.command()(pack.pack)
 app.command()(report.predict)
