@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.engine.node.several_optimizers import kind_of
 from paceline.launch.machine import Machine, survey
 from paceline.planner.plan_file import Plan
 from paceline.report.record import write_whole
@@ -96,6 +95,8 @@ def fingerprint(job: Trained, fidelity: str, inputs: Sequence[Any] | None = None
         for group in job.optimizer.param_groups
     ]
     how = job.batch_size, job.clip is not None, job.accumulate, job.precision, job.batch_norm
+    from paceline.engine.node.several_optimizers import kind_of  # which imports torch
+
     mark = _hash(parameters, modules, kind_of(job.optimizer), options, how, fidelity)
     return mark if inputs is None else f"{mark}-{_hash(list(inputs))}"
 
