@@ -124,7 +124,7 @@ def job(**changed):
 
 FAULTS = [
     ("model", "alexnet", r"model must be a torch\.nn\.Module, got str"),
-    ("optimizer", 0.1, r"optimizer must be a torch\.optim\.Optimizer, got float"),
+    ("optimizer", 0.1, r"optimizer must be a torch\.optim\.Optimizer or a list of these, got float"),
     ("loss", "mse", r"loss must be callable as loss\(output, target\), got str"),
     ("batch_size", 0, r"batch_size .* int >= 1, got 0"),
     ("batch_size", 2.5, r"batch_size .* int >= 1, got 2\.5"),

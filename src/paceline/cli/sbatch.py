@@ -9,13 +9,16 @@ import typer
 
 from paceline.cli import prepare
 from paceline.launch.batch_script import BatchJob, write
+from paceline.registry import PROCESSES
 
 
 def sbatch(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="A Python script with its own arguments, or -m and a module.")],
     nodes: Annotated[int, typer.Option("-N", "--nodes", help="How many.")] = 1,
-    plan: Annotated[str, typer.Option(help="A configuration of one node, such as processes:4; default: threads.")] = "",
+    plan: Annotated[
+        str, typer.Option(help=f"A configuration of one node, such as {PROCESSES}:4; default: threads.")
+    ] = "",
     cpus: Annotated[int, typer.Option("--cpus-per-task", help="Cores of each task.")] = 1,
     time: Annotated[str, typer.Option(help="The job's time limit, as 8:00:00; default: the partition's.")] = "",
     partition: Annotated[str, typer.Option(help="Default: the cluster's.")] = "",
