@@ -270,6 +270,26 @@ def test_after_an_error_the_optimizer_has_the_parameters_again():
     assert ranks.run(2, work) == [0, 0]
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_an_interrupt_while_weights_are_collected_is_remembered_and_a_collection_forgets_none(before):
+    """Story: a checkpoint after an interrupted step would have let the next step begin."""
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    def work(link):
+        rank = train(link, build(Plain), OPTIMIZERS["momentum"])
+        rank.run.interrupted = before
+        average(rank.run, state=True)
+        after = rank.run.interrupted
+        rank.exchange.average = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            average(rank.run)
+        return after, rank.run.interrupted
+
+    assert ranks.run(2, work) == [(before, True)] * 2
+
+
 def test_step_hooks_would_see_parts_and_are_refused():
     def hooked(parameters):
         made = torch.optim.SGD(parameters, lr=0.1)

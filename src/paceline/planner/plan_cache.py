@@ -82,6 +82,8 @@ def fingerprint(job: Trained, fidelity: str, inputs: Sequence[Any] | None = None
 
     ``inputs``: the shapes of a sample (`layers.shapes`), unknown before the first batch; their hash follows a dash.
     """
+    from paceline.engine.node.several_optimizers import kind_of  # which imports torch
+
     parameters = [
         (name, tuple(p.shape), str(p.dtype), str(p.device), p.requires_grad) for name, p in job.model.named_parameters()
     ]
@@ -95,8 +97,6 @@ def fingerprint(job: Trained, fidelity: str, inputs: Sequence[Any] | None = None
         for group in job.optimizer.param_groups
     ]
     how = job.batch_size, job.clip is not None, job.accumulate, job.precision, job.batch_norm
-    from paceline.engine.node.several_optimizers import kind_of  # which imports torch
-
     mark = _hash(parameters, modules, kind_of(job.optimizer), options, how, fidelity)
     return mark if inputs is None else f"{mark}-{_hash(list(inputs))}"
 

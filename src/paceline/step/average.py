@@ -15,7 +15,7 @@ def average(run: RunState, now: bool = True, state: bool = False) -> None:
     if exchange.consensus == "step" and not exchange.divides_optimizer:
         return
     # between an update of parts and their collection no step can begin
-    run.interrupted = exchange.divides_optimizer
+    before, run.interrupted = run.interrupted, run.interrupted or exchange.divides_optimizer
     with run.activity.at(activity.AVERAGE):
         try:
             targets = run.control.transact(lambda: exchange.average(engine.weights, now, state))
@@ -26,4 +26,4 @@ def average(run: RunState, now: bool = True, state: bool = False) -> None:
             engine.apply(Update(targets=targets))
             for each in run.observers:
                 each.averaged()
-    run.interrupted = False
+    run.interrupted = before
