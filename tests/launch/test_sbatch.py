@@ -41,6 +41,7 @@ def test_the_script_is_as_asked_for(tmp_path, monkeypatch):
     for line in ("nodes=4", "ntasks-per-node=8", "cpus-per-task=2", "time=8:00:00", "partition=gpu", "signal=TERM@120"):
         assert f"#SBATCH --{line}\n" in text
     assert "#SBATCH --requeue\n" in text
+    assert "#SBATCH --output='my runs/slurm-%j.out'\n" in text
     assert f"srun --cpus-per-task=2 {sys.executable} 'a b.py' --x 'y z'\n" in text
     write(job, tmp_path / "job.sbatch")
     (tmp_path / "mine").write_text("#!/bin/bash\n")
@@ -93,7 +94,7 @@ def trained(cluster, folder, name, pause, stops=False):
 def test_a_job_that_is_stopped_is_queued_again_and_ends_as_if_it_had_not_been(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     with slurm.Slurm() as cluster:
-        whole = trained(cluster, tmp_path, "whole", "0")
+        whole = trained(cluster, tmp_path, "the whole", "0")
         stopped = trained(cluster, tmp_path, "stopped", "0.3", stops=True)
     assert any(event["event"] == "restore" for event in record.read(tmp_path / "stopped"))
     assert [event["step"] for event in steps(tmp_path / "stopped")] == list(range(48))

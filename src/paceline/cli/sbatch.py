@@ -36,6 +36,8 @@ def sbatch(
     """
     command = [script, *context.args]
     prepare.check_script(command)
+    if plan:
+        prepare.check_configuration(plan)
     name = Path(command[1] if script == "-m" and len(command) > 1 else script).stem
     job = BatchJob(command, nodes, plan, cpus, time, partition, out or Path("runs", name), restarts)
     path = into or Path(f"{name}.sbatch")

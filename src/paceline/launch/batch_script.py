@@ -88,7 +88,9 @@ class BatchJob:
             "output": self.out / "slurm-%j.out",
         }
         return TEMPLATE.format(
-            settings="\n".join(f"#SBATCH --{key}={value}" for key, value in settings.items() if value),
+            settings="\n".join(
+                f"#SBATCH --{key}={shlex.quote(str(value))}" for key, value in settings.items() if value
+            ),
             mark=MARK,
             folder=shlex.quote(str(Path.cwd())),
             out=shlex.quote(str(self.out)),
