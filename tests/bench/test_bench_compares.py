@@ -68,7 +68,7 @@ def test_what_was_found_stays_when_the_next_fails(monkeypatch, tmp_path):
     monkeypatch.setattr(one_machine, "TASKS", {"first": first, "second": second})
     result = CliRunner().invoke(app, ["bench", "local", "--out", str(tmp_path / "out")])
     assert result.exit_code != 0
-    assert [one["what"] for one in json.loads((tmp_path / "out/findings.json").read_text())] == ["one"]
+    assert [one["what"] for one in json.loads((tmp_path / "out/raw.json").read_text())] == ["one"]
 
 
 def test_unknown_task_is_said_before_any_runs():

@@ -38,7 +38,7 @@ def test_the_suite_races_gloo_and_writes_a_record(tmp_path, monkeypatch):
     asked = ["bench", "links", "--processes", "2", "--rounds", "2", "--only", "ring,two_level", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "findings.json").read_text())
+    found = json.loads((tmp_path / "raw.json").read_text())
     assert [one["what"] for one in found] == ["sum of 4 KiB over 2 processes", "sum of 1024 KiB over 2 processes"]
     for one in found:
         assert one["reached"]
@@ -53,7 +53,7 @@ def test_sums_over_shaped_cables_take_as_long_as_their_bytes(tmp_path, monkeypat
     asked = ["bench", "links", "--nodes", "2", "--rate", "200mbit", "--rounds", "1", "--only", "binomial"]
     result = CliRunner().invoke(app, [*asked, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    small, large = json.loads((tmp_path / "findings.json").read_text())
+    small, large = json.loads((tmp_path / "raw.json").read_text())
     assert large["what"] == "sum of 1024 KiB over 2 nodes, links of 200mbit"
     assert small["reached"]
     assert large["reached"]

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 SUITES = (
     "local: this machine, against hand-written PyTorch and DDP. links: all-reduce algorithms, against gloo's. cluster: "
-    "several nodes, as network namespaces of this machine (needs root), against DDP and no communication."
+    "several nodes, as network namespaces of this machine (needs root), against DDP and no communication. seed: two "
+    "tasks, VGG16 on few images and AlexNet on many, over every setup on one machine and on nodes (needs root)."
 )
 
 
@@ -63,7 +64,7 @@ def bench(
     paceline bench cluster --only alexnet-1gbit,rounded --out benchmarks/mine
     """
     check_installed()
-    from paceline_bench import cluster
+    from paceline_bench import cluster, seed
     from paceline_bench.cluster import collectives, namespaces
     from paceline_bench.cluster.race import Pace
     from paceline_bench.cluster.tasks import asked
@@ -91,11 +92,12 @@ def bench(
         "local": (one_machine.run, one_machine.write),
         "links": (sums, collectives.write),
         "cluster": (several, cluster.write),
+        "seed": (seed.run, seed.write),
     }
     if suite not in suites:
         raise ValueError(f"no suite named {suite!r}; known: {', '.join(suites)}")
     start, write = suites[suite]
-    number = rounds if rounds is not None else 1 if suite == "cluster" else 7
+    number = rounds if rounds is not None else 1 if suite in ("cluster", "seed") else 7
     with Console(stderr=True).status("measuring") as status:
         record(start(only.split(",") if only else [], number, status.update), write, number, out)
     if out:

@@ -6,16 +6,10 @@ limited rate. Contenders take turns in the same processes.
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import os
-import platform
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from paceline.launch.machine import survey
+from paceline_bench import result
 from paceline_bench.cluster import emulated_scaling, prediction_error, tasks, time_to_accuracy
 from paceline_bench.cluster.namespaces import unavailable
 from paceline_bench.cluster.race import Pace
@@ -44,25 +38,11 @@ def run(names: Sequence[str], pace: Pace, show: Show) -> Iterator[Finding]:
 
 
 def write(findings: Sequence[Finding], rounds: int, out: Path) -> None:
-    """A record: what was demanded and reached, every race's table, environment, command; raw.json with every turn."""
-    out.mkdir(parents=True, exist_ok=True)
-    machine = survey()
-    demanded = [f for f in findings if f.demanded != "-"]
-    told = [f for f in findings if f.demanded == "-"]
-    rows = [f"| {f.what} | {f.figure} | {f.demanded} | {'yes' if f.reached else 'NO'} |" for f in demanded]
-    head = ["| what | measured | demanded | reached |", "|---|---|---|---|"] if rows else []
-    plain = "\n".join(f"- {f.what}: {f.figure}" for f in told if not f.details)
-    details = "\n\n".join(f"## {f.what}\n\n{f.details}" for f in findings if f.details)
-    (out / "README.md").write_text(
-        f"# Several machines against their peers\n\n{time.strftime('%Y-%m-%d')}, {machine}, {machine.cpu}, "
-        f"{len(os.sched_getaffinity(0))} cores, Linux {platform.release()}, Python {platform.python_version()}, torch "
-        f"{importlib.metadata.version('torch')}, gloo.\n\n`{' '.join(['paceline', *sys.argv[1:]])}` as root. "
-        f"Nodes are network namespaces on a bridge, shaped by tc tbf in both directions, one pinned core and one "
-        f"thread each. Contenders take turns in the same processes (A B C A B C), each begun by a barrier; a step's "
-        f"time is the slowest node's; bytes are the network card's, of the node that sends most. Rounds: {rounds}. "
-        f"Ratios are of turns side by side: their median and the 90 % interval of the mean, of which the lower bound "
-        f"counts. raw.json has every turn of every race.\n\n"
-        + "\n".join([*head, *rows])
-        + f"\n\n{plain}\n\n{details}\n"
+    how = (
+        f"as root. Nodes are network namespaces on a bridge, shaped by tc tbf in both directions, one pinned core and "
+        f"one thread each; they talk by gloo. Contenders take turns in the same processes (A B C A B C), each begun by "
+        f"a barrier; a step's time is the slowest node's; bytes are the network card's, of the node that sends most. "
+        f"Rounds: {rounds}. Ratios are of turns side by side: their median and the 90 % interval of the mean, of which "
+        f"the lower bound counts. raw.json has every turn of every race."
     )
-    (out / "raw.json").write_text(json.dumps([vars(f) for f in findings], indent=1))
+    result.write(out, "Several machines against their peers", how, findings)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -26,11 +25,11 @@ import torch
 
 from paceline.elastic.membership import connect
 from paceline.launch import local
-from paceline.launch.machine import survey
 from paceline.link.net.collective_run import Collective, names, seconds
 from paceline.planner.cluster_model import FRAME
 from paceline.planner.teams import rate as bits_per_s
 from paceline.transport import Link
+from paceline_bench import result
 from paceline_bench.cluster.driver import Desk, drive
 from paceline_bench.cluster.namespaces import burst, check_delay, check_rate
 from paceline_bench.result import Finding, Show
@@ -126,22 +125,16 @@ def _finding(measured: dict[str, Any], num_bytes: int, processes: int, cables: C
 
 
 def write(findings: Sequence[Finding], rounds: int, out: Path) -> None:
-    """A record: result, environment, command."""
-    out.mkdir(parents=True, exist_ok=True)
-    machine = survey()
-    tables = "\n\n".join(f"## {f.what}\n\n{f.details}" for f in findings)
-    (out / "README.md").write_text(
-        f"# Sums over processes of one machine\n\n{time.strftime('%Y-%m-%d')}, {machine}, {machine.cpu}, Python "
-        f"{platform.python_version()}, torch {torch.__version__}.\n\n`{' '.join(['paceline', *sys.argv[1:]])}`: by "
-        f"turns in the same processes, medians of {rounds} rounds of the slowest process. Predicted from a "
-        f"ping-pong between two of them, the others idle: steps * latency + bytes in sequence / bandwidth, or, over "
+    how = (
+        f"by turns in the same processes, medians of {rounds} rounds of the slowest process. Predicted from a ping- "
+        f"pong between two of them, the others idle: steps * latency + bytes in sequence / bandwidth, or, over "
         f"loopback, all messages and bytes divided among the cores, whichever is longer; gloo as a ring of such "
         f"messages. Nodes, where there are any, are network namespaces on a bridge, shaped by tc tbf in both "
-        f"directions, which lets a first burst through (1 MiB of 1 Gbit/s and more, else 256 KiB); what follows it is "
-        f"predicted at {FRAME:.0%} of the shaped rate. "
-        f"`two_level`: as if half of the processes were on another node.\n\n{tables}\n"
+        f"directions, which lets a first burst through (1 MiB of 1 Gbit/s and more, else 256 KiB); what follows it "
+        f"is predicted at {FRAME:.0%} of the shaped rate. `two_level`: as if half of the processes were on another "
+        f"node."
     )
-    (out / "findings.json").write_text(json.dumps([vars(f) for f in findings], indent=2))
+    result.write(out, "Sums over processes of one machine", how, findings)
 
 
 # One process of them.

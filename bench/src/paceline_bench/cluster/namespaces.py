@@ -138,14 +138,14 @@ class Cluster:
 
     def _steer(self, node: int) -> None:
         """A node's own core takes in what reaches it, as on a machine of its own; else whichever core has sent it."""
-        mask = f"{1 << self._core(node):x}"
+        mask = f"{1 << self.core(node):x}"
         words = ",".join(mask[max(0, end - 8) : end] for end in range(len(mask), 0, -8)[::-1])
         inside = ["ip", "netns", "exec", self.name(node), "sh", "-c", 'echo "$0" > "$1"', words]
         subprocess.run([*inside, "/sys/class/net/e0/queues/rx-0/rps_cpus"], check=False, capture_output=True)
         with contextlib.suppress(OSError):
             Path(f"/sys/class/net/{self.mark}v{node}/queues/rx-0/rps_cpus").write_text(words)
 
-    def _core(self, node: int) -> int:
+    def core(self, node: int) -> int:
         cores = sorted(os.sched_getaffinity(0))
         return cores[node % len(cores)]
 
@@ -193,7 +193,7 @@ class Cluster:
             "OMP_NUM_THREADS": "1",
         }
         words = ["ip", "netns", "exec", self.name(node), "unshare", "--uts", "sh", "-c"]
-        words += ['hostname "$0"; exec "$@"', f"node{node}", "taskset", "-c", str(self._core(node)), *command]
+        words += ['hostname "$0"; exec "$@"', f"node{node}", "taskset", "-c", str(self.core(node)), *command]
         own = {**os.environ, **said, **(environment or {})}
         process = subprocess.Popen(words, env=own, preexec_fn=_end_with(os.getpid()), **more)  # noqa: PLW1509 - see there
         self.processes.append(process)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import platform
 import subprocess
 import sys
 import tempfile
@@ -11,8 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from paceline.launch.machine import survey
 from paceline.report.record import read
+from paceline_bench import result
 from paceline_bench.result import Finding, Show
 from paceline_bench.single.decode import decode
 from paceline_bench.single.paired import Contender, PairedRun, Spread, fight
@@ -140,19 +138,11 @@ def run(names: Sequence[str], rounds: int, show: Show) -> Iterator[Finding]:
 
 
 def write(findings: Sequence[Finding], rounds: int, out: Path) -> None:
-    """A record: result, environment, command, spread."""
-    out.mkdir(parents=True, exist_ok=True)
-    machine = survey()
-    rows = "\n".join(f"| {f.what} | {f.figure} | {f.demanded} | {'yes' if f.reached else 'NO'} |" for f in findings)
-    details = "\n\n".join(f"### {f.what}\n\n{f.details}" for f in findings if f.details)
-    (out / "README.md").write_text(
-        f"# One machine against its peers\n\n{time.strftime('%Y-%m-%d')}, {machine}, {machine.cpu}, Python "
-        f"{platform.python_version()}.\n\n`{' '.join(['paceline', *sys.argv[1:]])}`: contenders step by turns, "
-        f"{rounds} rounds of fresh processes; ratios within a round, their median and the 90 % interval of the "
-        f"mean.\n\n"
-        f"| what | measured | demanded | reached |\n|---|---|---|---|\n{rows}\n\n{details}\n"
+    how = (
+        f"contenders step by turns, {rounds} rounds of fresh processes; ratios within a round, their median and the "
+        f"90 % interval of the mean."
     )
-    (out / "findings.json").write_text(json.dumps([vars(f) for f in findings], indent=2))
+    result.write(out, "One machine against its peers", how, findings)
 
 
 def _table(duel: PairedRun) -> str:

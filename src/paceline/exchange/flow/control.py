@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -18,6 +19,7 @@ from paceline.errors import CheckpointError
 from paceline.messages import StepOutcome, Tally, Vote
 from paceline.transport import Membership, pack_frames, unpack_frames
 
+FEW_BYTES = 1 << 20  # they are sent sooner than compared
 # broadcasts copy bytes, so a type of the same width serves: no network library knows all of torch's types
 TYPES = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
@@ -68,12 +70,25 @@ class Control(transport.Control):
         return [message for part in received for message in unpack_frames(bytes(part.numpy()))]
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        if self.size > 1:
-            for tensor in tensors:
-                flat = tensor.detach().contiguous().reshape(-1)
-                numbers = flat.view(TYPES[min(8, flat.itemsize)])
-                self.members.link.broadcast(numbers, 0, "broadcasting rank 0's tensors").wait()
-                tensor.copy_(flat.view(tensor.shape))
+        """Of much, only what differs anywhere is sent: equal seeds make equal weights."""
+        if self.size == 1:
+            return
+        for tensor in self._unlike(tensors) if sum(each.nbytes for each in tensors) > FEW_BYTES else tensors:
+            flat = tensor.detach().contiguous().reshape(-1)
+            numbers = flat.view(TYPES[min(8, flat.itemsize)])
+            self.members.link.broadcast(numbers, 0, "broadcasting rank 0's tensors").wait()
+            tensor.copy_(flat.view(tensor.shape))
+
+    def _unlike(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those that are not the same, bit by bit, on all nodes."""
+        everyone = [unpack_frames(own) for own in self.all_gather(pack_frames([digest(each) for each in tensors]))]
+        return [tensor for tensor, *digests in zip(tensors, *everyone, strict=True) if len(set(digests)) > 1]
+
+
+def digest(tensor: Tensor) -> bytes:
+    """Of the bits of its values in their order, on whatever device and in whatever layout."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().data).digest()
 
 
 def counted(votes: Sequence[bytes]) -> Tally:
