@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import errno
+import math
 import os
 import re
 import signal
@@ -29,6 +30,7 @@ from paceline_bench.chaos.fault_run import MIN_NODES, Outcome
 from paceline_bench.chaos.faults import CLASSES, ENDING, LOSING, Fault, strike
 from paceline_bench.chaos.invariants import breaches
 from paceline_bench.chaos.journal import Journal, Life, read
+from paceline_bench.chaos.ways import ALLREDUCE, WAYS
 
 pytestmark = pytest.mark.long
 
@@ -49,10 +51,10 @@ def tell(folder, node, step, rows, generation=0, applies=True, loss=0.0, mark=1,
         journal.note(applied=step, loss=LOSSES[step] + loss, mark=mark, nodes=2)
 
 
-def judged(folder, steps=STEPS):
+def judged(folder, steps=STEPS, way=ALLREDUCE):
     lives: dict[str, Life] = {}
     read(folder, lives)
-    return breaches(list(lives.values()), folder, steps)
+    return breaches(list(lives.values()), folder, steps, way=WAYS[way])
 
 
 def told(folder, but=()):
@@ -101,6 +103,40 @@ def test_each_law_can_be_broken(tmp_path, parts, says):
     ((launch, step, what),) = judged(tmp_path)
     assert (launch, step) == (1, 2)
     assert re.search(says, what), what
+
+
+DROPPED = training.undisturbed(1, norm=WAYS["diloco"].norm)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ([{"rows": ROWS[1:]}, {"rows": []}], None),
+        ([{"rows": ROWS, "mark": 0}, {"rows": [], "mark": 5}], None),
+        ([{"rows": ROWS}, {"rows": ROWS[3:4]}], f"rows \\[{ROWS[3]}\\] too often"),
+        ([{"rows": ROWS}, {"rows": [], "mark": 2}], "2 different weights on 2 processes"),
+        ([{"rows": ROWS, "loss": math.nan}], "loss nan at step 2"),
+        ([{"rows": ROWS, "applies": False}], "steps 2 to 2 were never applied"),
+    ],
+)
+def test_where_work_may_be_dropped_the_other_laws_hold(tmp_path, parts, says):
+    for step in (0, 1, 3):
+        tell(tmp_path, 0, step, training.rows(step), loss=3 * DROPPED / (1 + step) - LOSSES[step])
+    torch.save({"weight": torch.ones(2)}, tmp_path / "1.node0.0.pt")
+    for node, part in enumerate(parts):
+        tell(tmp_path, node, 2, **part)
+    found = [what for *_, what in judged(tmp_path, way="diloco")]
+    assert bool(found) == bool(says), found
+    assert re.search(says or "", "".join(found)), found
+
+
+def test_where_work_may_be_dropped_training_must_have_come_further(tmp_path):
+    for step in range(STEPS):
+        tell(tmp_path, 0, step, training.rows(step), loss=DROPPED - LOSSES[step])
+    torch.save({"weight": torch.ones(2)}, tmp_path / "1.node0.0.pt")
+    ((_, step, what),) = judged(tmp_path, way="diloco")
+    assert step == STEPS
+    assert "the loss of the last epoch is" in what
 
 
 def test_other_weights_in_the_end_are_told(tmp_path):
@@ -268,9 +304,9 @@ def test_a_disk_is_filled_and_freed(tmp_path):
 # trainings
 
 
-def played(*planned, kinds=(), nodes=3, epochs=30):
+def played(*planned, kinds=(), nodes=3, epochs=30, ways=(ALLREDUCE,)):
     said: list[str] = []
-    outcomes, _ = campaign.suffer(max(1, len(planned)), 3, kinds, nodes, epochs, said.append, planned)
+    outcomes, _ = campaign.suffer(max(1, len(planned)), 3, kinds, nodes, epochs, said.append, planned, ways)
     assert summary.failed(outcomes) == [], "\n".join(said)
     return outcomes
 
@@ -292,6 +328,15 @@ def test_every_class_of_fault_is_outlived(kind):
     (one,) = played(kinds=[kind], nodes=4)
     assert one.fault.kind == kind
     assert one.lost <= 1 or kind in ENDING
+
+
+@pytest.mark.dear
+@needs_machines
+@pytest.mark.parametrize("way", ["server", "diloco"])
+def test_every_way_outlives_a_killed_node(way):
+    """What it held is held elsewhere, or it is dropped."""
+    (one,) = played(Fault(faults.KILL, (2,)), nodes=4, epochs=6, ways=[way])
+    assert one.left == (0, 1, 3)
 
 
 @pytest.mark.dear

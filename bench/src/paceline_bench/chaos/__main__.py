@@ -3,6 +3,7 @@
 --faults N --seed N        so many, in as many trainings as they need; the first has that seed
 --only WORDS               classes of faults, separated by commas, by how their names begin
 --nodes N --epochs N       of each training
+--ways server,hybrid       how they are parallel, by turns: allreduce (the default), server, diloco, hybrid
 --record FOLDER            writes README.md and raw.json there
 --waits N --seed N         instead: trainings that go below the minimum of nodes, or lose all; needs no root
 --against torchrun,horovod instead: what a killed node costs, here and there
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from paceline_bench.chaos import below_minimum, campaign, recovery_time, summary
 from paceline_bench.chaos.faults import CLASSES
+from paceline_bench.chaos.ways import ALLREDUCE, WAYS
 
 
 def chosen(words: str | None) -> list[str]:
@@ -43,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only")
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=80)
+    parser.add_argument("--ways", default=ALLREDUCE)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--against")
     parser.add_argument("--waits", type=int)
@@ -57,7 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return recovery_time.compare(
                 asked.against.split(","), asked.faults, asked.seed, asked.nodes, asked.record, show
             )
-        outcomes, trainings = campaign.suffer(asked.faults, asked.seed, kinds, asked.nodes, asked.epochs, show)
+        ways = asked.ways.split(",")
+        if strange := [way for way in ways if way not in WAYS]:
+            raise ValueError(f"no way named {', '.join(strange)}; known: {', '.join(WAYS)}")
+        outcomes, trainings = campaign.suffer(
+            asked.faults, asked.seed, kinds, asked.nodes, asked.epochs, show, ways=ways
+        )
     except ValueError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 2

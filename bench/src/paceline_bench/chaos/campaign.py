@@ -13,6 +13,7 @@ from paceline_bench.chaos.fault_run import FaultRun, Outcome
 from paceline_bench.chaos.faults import Fault
 from paceline_bench.chaos.hosts import Machines, unavailable
 from paceline_bench.chaos.invariants import Breach, breaches
+from paceline_bench.chaos.ways import ALLREDUCE
 
 DISK = "size=48m"
 PER_TRAINING = 10  # faults
@@ -40,9 +41,12 @@ def suffer(
     epochs: int,
     show: Callable[[str], None],
     planned: Sequence[Fault] = (),
+    ways: Sequence[str] = (ALLREDUCE,),
 ) -> tuple[list[Outcome], int]:
-    """(what each fault came to, how many trainings there were); ``planned`` come first. Raises ValueError where no
-    nodes can be made."""
+    """(what each fault came to, how many trainings there were); ``planned`` come first; ``ways`` take turns.
+
+    Raises ValueError where no nodes can be made.
+    """
     if why := unavailable():
         raise ValueError(f"chaos makes its nodes on this machine, as network namespaces with an sshd each: {why}")
     outcomes: list[Outcome] = []
@@ -54,11 +58,12 @@ def suffer(
             folder = home / f"{trainings}"
             folder.mkdir()
             with Machines(nodes) as machines:
-                one = FaultRun(machines, folder, disk / f"{trainings}", seed + trainings, kinds, epochs, show, planned)
+                way, place = ways[trainings % len(ways)], disk / f"{trainings}"
+                one = FaultRun(machines, folder, place, seed + trainings, kinds, epochs, show, planned, way)
                 one.disk.mkdir()
                 try:
                     one.run(min(PER_TRAINING, num_faults - len(outcomes)))
-                    found = breaches(list(one.known.values()), folder, epochs * training.STEPS)
+                    found = breaches(list(one.known.values()), folder, epochs * training.STEPS, way=one.way)
                 except KeyboardInterrupt:
                     return outcomes, trainings
                 except ValueError as error:  # it could not be started, or ended; what the others came to is kept

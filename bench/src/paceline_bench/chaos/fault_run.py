@@ -27,6 +27,7 @@ from paceline_bench.chaos import journal, training
 from paceline_bench.chaos.faults import ENDING, LAUNCHER_KILLED, LOSING, Fault, strike
 from paceline_bench.chaos.hosts import Machines
 from paceline_bench.chaos.journal import Life
+from paceline_bench.chaos.ways import ALLREDUCE, WAYS
 
 MIN_NODES = 2
 AFTER = 10  # steps that say that a fault is over
@@ -34,7 +35,6 @@ HANG_S = 15.0  # without a step, on a process that is left: nobody should wait l
 BEGIN_S, SETTLE_S, END_S = 60.0, 60.0, 40.0
 POLL_S = 0.01
 AT_ONCE_S = 1.0  # what was on its way may still end some steps
-ENGINES = "sequential", "threads:1", "processes:2"
 FEW = MIN_NODES + 1  # nodes that may have several processes each, on few cores: one of them can be lost
 LAST_LINES, MAX_STARTS = 8, 40
 
@@ -84,10 +84,11 @@ class FaultRun:
         epochs: int,
         show: Callable[[str], None],
         planned: Sequence[Fault] = (),
+        name: str = ALLREDUCE,
     ):
         self.machines, self.cluster, self.folder, self.disk = machines, machines.cluster, folder, disk
         self.seed, self.kinds, self.epochs, self.show = seed, kinds, epochs, show
-        self.dice, self.planned = Random(seed), list(planned)
+        self.dice, self.planned, self.name, self.way = Random(seed), list(planned), name, WAYS[name]
         self.known: dict[str, Life] = {}
         self.outcomes: list[Outcome] = []
         self.launches, self.count = 0, 0
@@ -148,8 +149,9 @@ class FaultRun:
         words = [
             *(sys.executable, "-m", "paceline", "run", "--detach", "-H", self.machines.hosts(self.count)),
             *("--ssh", self.machines.ssh, "--nodes", f"{MIN_NODES}:{self.count}", "--plan", engine),
+            *(("--restarts", "0") if self.way.ends else ()),  # it is started here, where it can be counted
             *("--out", str(self.disk / "run"), "-m", training.__name__),
-            *(str(self.folder), str(self.launches), str(self.epochs)),
+            *(str(self.folder), str(self.launches), str(self.epochs), "", self.name),
         ]
         self.show(f"seed {self.seed}: start {self.launches}, {self.count} nodes, {engine}")
         paths = os.pathsep.join(filter(None, (*SOURCES, os.environ.get("PYTHONPATH", ""))))
@@ -170,9 +172,9 @@ class FaultRun:
             raise ValueError(f"the training was started {MAX_STARTS} times, and has not ended")
         nodes = self.cluster.num_nodes
         if self.launches == 1:
-            return nodes, ENGINES[0] if nodes > FEW else ENGINES[-1]
+            return nodes, self.way.engines[0] if nodes > FEW else self.way.engines[-1]
         count = self.dice.choice([n for n in range(MIN_NODES, nodes + 1) if n != self.count] or [self.count])
-        return count, self.dice.choice(ENGINES[1:] if count <= FEW else ENGINES[1:2])
+        return count, self.dice.choice(self.way.engines[1:] if count <= FEW else self.way.engines[1:2])
 
     def _wait_for_begin(self, size: int) -> None:
         end = time.monotonic() + BEGIN_S
@@ -278,8 +280,9 @@ class FaultRun:
         if outcome.hung:
             return
         if not left:
-            if outcome.fault.kind not in ENDING:
-                outcome.ended = self._words()
+            words = self._words()
+            if outcome.fault.kind not in ENDING and not (self.way.ends and self.way.ends in words):
+                outcome.ended = words
             return
         outcome.left = tuple(sorted({life.node for life in left}))
         pauses = [self._pause(life, outcome) for life in left]

@@ -1,7 +1,7 @@
-"""What is trained while faults strike: python -m paceline_bench.chaos.training FOLDER LAUNCH EPOCHS [CLIP].
+"""What is trained while faults strike: python -m paceline_bench.chaos.training FOLDER LAUNCH EPOCHS [CLIP [WAY]].
 
-A small network with factors and batch norm over everyone, in float64, steps of some STEP_S. It goes on from the run's
-newest checkpoint, keeps a journal in FOLDER, saves beside the training, and leaves its weights in FOLDER.
+A small network with factors, and batch norm over everyone where the way can, in float64, steps of some STEP_S. It goes
+on from the run's newest checkpoint, keeps a journal in FOLDER, saves beside the training, and leaves its weights there.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from paceline.data.sampler import permutation
 from paceline.errors import CheckpointError
 from paceline.transport import ViewChange
 from paceline_bench.chaos.journal import Journal
+from paceline_bench.chaos.ways import ALLREDUCE, WAYS
 
 INPUTS, HIDDEN, CLASSES = 96, 128, 3
 SEED, BATCH, COUNT = 3, 24, 24 * 12 + 7  # the last batch of an epoch is a short one
@@ -38,9 +39,9 @@ AUTO = "auto"  # in place of a launch's number
 class Net(nn.Module):
     """Two layers that travel as factors, one that is too small to."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: str) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(INPUTS, HIDDEN), nn.BatchNorm1d(HIDDEN)
+        self.first, self.norm = nn.Linear(INPUTS, HIDDEN), {"batch": nn.BatchNorm1d, "row": nn.LayerNorm}[norm](HIDDEN)
         self.second, self.head = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,9 +49,9 @@ class Net(nn.Module):
         return out
 
 
-def build() -> tuple[Net, torch.optim.Optimizer]:
+def build(norm: str = "batch") -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(7)
-    net = Net().double()
+    net = Net(norm).double()
     return net, torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=0.01)
 
 
@@ -84,11 +85,11 @@ def mark(tensors: Iterable[Tensor]) -> int:
     return total
 
 
-def undisturbed(steps: int, clip: float | None = None) -> tuple[list[float], dict[str, Tensor]]:
+def undisturbed(steps: int, clip: float | None = None, norm: str = "batch") -> tuple[list[float], dict[str, Tensor]]:
     """(losses, weights) of plain PyTorch in one process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more would wait for each other on so small a network
-    net, optimizer = build()
+    net, optimizer = build(norm)
     source, losses = Samples(), []
     for step in range(steps):
         mine = rows(step)
@@ -157,16 +158,25 @@ def _keep_found(folder: Path, launch: int) -> None:
         shutil.rmtree(part)
 
 
-def main(folder: str, launch: str, epochs: str, clip: str = "") -> None:
+def main(folder: str, launch: str, epochs: str, clip: str = "", name: str = ALLREDUCE) -> None:
     torch.set_num_threads(1)
     if launch == AUTO:
         launch = str(_this_start(Path(folder)))
         _keep_found(Path(folder), int(launch))
     journal = Journal(Path(folder), int(launch), node(), int(os.environ.get("LOCAL_RANK", "0")))
-    net, optimizer = build()
+    way = WAYS[name]
+    net, optimizer = build(way.norm)
     loss = slowly(lambda mine: journal.note(tried=journal.step, rows=mine))
-    norm = float(clip) if clip else None
-    pace = paceline.join(net, optimizer, loss, batch_size=BATCH, seed=SEED, batch_norm="sync", clip=norm)
+    pace = paceline.join(
+        net,
+        optimizer,
+        loss,
+        batch_size=BATCH,
+        seed=SEED,
+        batch_norm="sync" if way.norm == "batch" else "local",
+        clip=float(clip) if clip else None,
+        exchange=way.exchange,
+    )
     follow(pace, journal)
     with saved_or_told(), pace:
         pace.restore()
@@ -178,24 +188,26 @@ def main(folder: str, launch: str, epochs: str, clip: str = "") -> None:
                     pace.step(batch)
             except paceline.Stopped:  # after the step, or while too few nodes were left for it
                 if pace.num_steps > journal.step:
-                    note(pace, journal)
+                    note(pace, journal, way.period == 1)
                 raise
-            note(pace, journal)
-            if pace.num_steps % SAVE_EVERY == 0:
+            saves = pace.num_steps % SAVE_EVERY == 0
+            if saves:  # before which weights are averaged, where they are not in every step
                 with saved_or_told():
                     pace.save(wait=False)
+            note(pace, journal, saves or way.period == 1)
         state = {name: value.clone() for name, value in net.state_dict().items()}
-    name = f"{launch}.{node()}.{pace.world.local_rank}"
-    part = Path(folder) / f"{name}.part"
+    own = f"{launch}.{node()}.{pace.world.local_rank}"
+    part = Path(folder) / f"{own}.part"
     torch.save(state, part)
-    part.replace(Path(folder) / f"{name}.pt")
+    part.replace(Path(folder) / f"{own}.pt")
     journal.note(ended=pace.num_steps)
 
 
-def note(pace: paceline.Pace, journal: Journal) -> None:
+def note(pace: paceline.Pace, journal: Journal, equal: bool) -> None:
+    """``equal``: all have the same weights now."""
     vote = pace.agreement.vote
     # the processes of a node share their weights, and the others may still be at theirs
-    seen = mark(pace.job.model.parameters()) if pace.world.local_size == 1 else 0
+    seen = mark(pace.job.model.parameters()) if equal and pace.world.local_size == 1 else 0
     loss = vote.loss_sum / vote.weight
     journal.note(applied=journal.step, loss=loss, mark=seen, nodes=pace.world.num_nodes)
 
