@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from paceline.cli import options
+from paceline.cli.measuring import Measuring
 from paceline.cli.options import console, listed
 from paceline.cli.prepare import check_alone, check_script, show
 from paceline.launch import ssh
@@ -20,13 +21,17 @@ from paceline.launch.child_processes import ChildProcesses
 from paceline.launch.deploy.packages import needed
 from paceline.launch.doctor.preflight import check
 from paceline.launch.hosts import Host, Way, parse
+from paceline.launch.local import num_processes
+from paceline.launch.machine import survey
 from paceline.launch.output import shown
+from paceline.planner import ddp_script
 from paceline.planner import planner as planning
 from paceline.planner.plan_tables import pair_table, team_table
 from paceline.planner.planner import Plan
 from paceline.planner.teams import WhatIf, describe_factors
 from paceline.train.settings import Settings
 
+MAX_RANKS = 8  # of a script that says itself how it is divided, where --rows does not ask for more
 MAX_LISTED = 64  # nodes for which --nodes prints one line per number
 
 
@@ -41,8 +46,10 @@ def plan(
     fidelity: options.Fidelity = "exact",
     reproducible: options.Reproducible = False,
     budget: Annotated[
-        float | None, typer.Option(help="Limit in seconds: only the most promising are measured.")
+        float | None,
+        typer.Option(help="Limit in seconds; default 60, or where a step takes over 2 s six steps for each."),
     ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Measure all configurations, however long it takes.")] = False,
     rows: Annotated[str | None, typer.Option(help="Only these configurations, separated by spaces or commas.")] = None,
     named: options.Hosts = None,
     what_if: Annotated[
@@ -68,12 +75,19 @@ def plan(
     paceline plan -H hostA,hostB --what-if nodes=8,link=10gbit train.py
 
     paceline plan --nodes 2 --link 1gbit --model alexnet --data ./photos
+
+    paceline plan --rows processes:2 ddp.py
     """
     hosts = listed(named)
     if budget is not None and not budget > 0:
-        raise ValueError(f"--budget takes seconds above 0, got {budget:g}; leave it out to measure all candidates")
+        raise ValueError(f"--budget takes seconds above 0, got {budget:g}; --all measures all configurations")
+    if every and (budget or hosts):
+        raise ValueError(f"--all has no limit and is for one machine; leave it or {'-H' if hosts else '--budget'} out")
     imagined = _imagined(what_if or [], nodes, link, bool(hosts))
     command = _command(script, context.args, model, data, batch_size)
+    if script and (used := ddp_script.used(command)):
+        _time_ddp(command, used, rows, hosts)
+        return
     only = rows.replace(",", " ").split() if rows else None
     how: dict[str, Any] = {"fidelity": fidelity, "budget_s": budget, "rows": only}
     if hosts and reproducible:
@@ -91,7 +105,7 @@ def plan(
         remote = RemoteQuery(way, env or "", address or "", nodes_of_hosts[0].name)
         made, text = _over(nodes_of_hosts, remote, command, how, imagined)
     else:
-        made, text = _here(command, how, imagined, reproducible)
+        made, text = _here(command, how, imagined, reproducible, every)
     if out:
         made.write(out)
     if as_json:
@@ -113,6 +127,23 @@ def _command(script: str | None, more: list[str], model: str | None, data: str |
             f"given; put a script's own options after it, or leave the script out"
         )
     return [script, *more]
+
+
+def _time_ddp(command: list[str], used: str, rows: str | None, hosts: str | None) -> None:
+    """Of a script that divides its own work among processes. Raises ValueError for what needs `join`."""
+    if hosts:
+        raise ValueError(
+            f"{command[0]} uses {used}, and is timed on one machine; leave -H out, or start it on all of them: "
+            f"paceline run -H {hosts} {command[0]}"
+        )
+    cores = survey().cores
+    ranks = max(map(num_processes, rows.replace(",", " ").split())) if rows else min(MAX_RANKS, cores)
+    with ChildProcesses(), Measuring(lines=True) as screen:
+        found = ddp_script.timings(command, ranks, screen.show)
+    for text in ddp_script.report(found, cores):
+        console.print(text, markup=False, highlight=False)
+    if all(one.error for one in found):
+        raise ValueError(f"{command[0]} could not be timed: {found[0].error}")
 
 
 def _show_nodes(made: Plan, more: str) -> None:
@@ -138,16 +169,25 @@ def check_writable(out: Path) -> None:
         raise OSError(f"the plan cannot be written to {out} ({error.strerror}); give another --out") from None
 
 
-def _here(command: list[str], how: dict[str, Any], what_if: list[WhatIf], reproducible: bool) -> tuple[Plan, str]:
+def _here(
+    command: list[str], how: dict[str, Any], what_if: list[WhatIf], reproducible: bool, every: bool
+) -> tuple[Plan, str]:
     from paceline.planner import cluster as machines
 
     budget_s = how["budget_s"]
-    thorough = budget_s is None
-    with ChildProcesses(), Console(stderr=True).status("measuring") as status:
-        made = planning.make(command, **how, thorough=thorough, reproducible=reproducible, show=status.update)
+    with ChildProcesses(), Measuring(lines=True) as screen:
+        made = planning.make(
+            command,
+            **how,
+            thorough=every,
+            patient=not every,
+            reproducible=reproducible,
+            show=screen.show,
+            tell=screen.tell,
+        )
         if not what_if:
             return made, ""
-        status.update("recording a step layer by layer")
+        screen.show("recording a step layer by layer")
         return machines.imagine(made, command, what_if, budget_s)
 
 

@@ -17,6 +17,7 @@ from rich.markup import escape
 from paceline import registry
 from paceline.checkpoint.run_lock import check_free
 from paceline.cli.attach import follow
+from paceline.cli.measuring import Measuring
 from paceline.cli.options import console
 from paceline.environment import wait_s
 from paceline.launch import detach, local
@@ -28,6 +29,7 @@ from paceline.launch.supervise.node_restarts import RETURNS
 from paceline.launch.supervise.restart_policy import RESTARTS
 from paceline.link.net.ticket import JoinTicket
 from paceline.link.net.tls_mesh import check as check_encryption
+from paceline.planner import ddp_script
 from paceline.planner import planner as planning
 from paceline.planner.candidates import ROUNDED, split
 from paceline.planner.plan_tables import plan_table
@@ -56,8 +58,8 @@ def find_or_make_plan(
 
             check(settings)
             sources(settings)  # before any measurement; with a cached plan, the run itself checks
-        with ChildProcesses(), Console(stderr=True).status("measuring") as status:
-            plan = planning.make(command, fidelity=fidelity, show=status.update)
+        with ChildProcesses(), Measuring() as progress:
+            plan = planning.make(command, fidelity=fidelity, show=progress.show, tell=progress.tell)
         if not quiet:
             show(plan, "tried")
     elif not quiet:
@@ -70,7 +72,7 @@ def show(plan: Plan, which: str = "all") -> None:
     screen = console if console.is_terminal else Console(highlight=False, width=160)
     screen.print(plan_table(dataclasses.replace(plan, rows=tuple(rows))))
     if others := len(plan.rows) - len(rows):
-        console.print(f"{others} others were not tried; `paceline plan` measures them too")
+        console.print(f"{others} others were not tried; `paceline plan --all` measures them too")
     console.print(f"plan: [bold]{plan.chosen}[/bold] ({escape(plan.reason)})")
 
 
@@ -228,6 +230,17 @@ def check_script(command: list[str]) -> None:
         )
     elif not Path(command[0]).is_file():
         raise ValueError(f"no script at {command[0]!r}; give the path of a Python file, or -m and a module")
+
+
+def plan_of_ddp(command: list[str], choice: str) -> str:
+    """The value of --plan for a script that divides its own work among processes, which no plan could do better."""
+    if choice != "auto" or not (used := ddp_script.used(command)):
+        return choice
+    console.print(
+        f"{command[0]} uses {used}: a process on each node, and with --plan {registry.PROCESSES}:k so many, each with "
+        f"a batch of its own"
+    )
+    return registry.BASELINE
 
 
 def reproducible_plan(plan: str, reproducible: bool) -> str:

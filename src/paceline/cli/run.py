@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from paceline.cli import options, over_ssh, prepare
 from paceline.cli.options import listed
 from paceline.data.load_balance import parse_shares
+from paceline.ddp import import_hook
 
 
 def run(
@@ -33,6 +35,9 @@ def run(
     data: Annotated[str | None, typer.Option(help="With --send: a data folder to copy as well.")] = None,
     encrypt: options.Encrypt = False,
     detach: options.Detach = False,
+    ddp_off: Annotated[
+        bool, typer.Option("--ddp-off", help="Leave torch's own DistributedDataParallel in a script that uses it.")
+    ] = False,
 ) -> None:
     """Launches a script, on this machine or on several hosts.
 
@@ -51,6 +56,8 @@ def run(
     paceline run -H hostA,hostB --send --detach train.py
 
     paceline run --join runs/mine/ticket.json train.py
+
+    paceline run --plan processes:2 ddp.py
     """
     command, hosts = [script, *context.args], listed(named)
     prepare.check_script(command)
@@ -60,6 +67,9 @@ def run(
     prepare.check_first()
     prepare.require_encryption(encrypt)
     prepare.set_wait(wait)
+    if ddp_off:
+        os.environ[import_hook.VARIABLE] = import_hook.OFF
+    plan = prepare.plan_of_ddp(command, plan)
     how = prepare.Start(hosts, nodes, 0 if join else restarts, env, python, address, ssh_command, send)
     joining = prepare.join_environment(join, nodes, hosts)
     if detach:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import registry
+from paceline.ddp import import_hook
 from paceline.environment import variable
 from paceline.launch.signals import AGAIN_S
 from paceline.launch.supervise import process_status
@@ -187,6 +188,7 @@ def start(
 def _environment(engine: str, sizes: Sequence[int], min_nodes: int, more: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that all processes share in all starts."""
     base = {**os.environ, **more}
+    base |= import_hook.environment(base)
     if engine:
         base["PACELINE_ENGINE"] = engine
         for name, _ in registry.heads(engine):

@@ -25,6 +25,7 @@ from paceline.registry import BASELINE, REPRODUCIBLE, SHARES
 __all__ = ["Plan", "Row", "by_fingerprint", "cached", "confirm", "fingerprint", "make", "promise", "store"]
 
 MIN_BUDGET_S, BUDGET_SHARE = 15.0, 0.05
+PATIENT_S, LONG_STEP_S, LONG_STEPS = 60.0, 2.0, 6  # of a plan that someone waits for; where steps are longer, per row
 PROFILE_SHARE, THOROUGH_PROFILE_S = 1 / 3, 30.0
 TIMED_S = (0.6, 2.5)  # minimum and maximum of timed seconds per trial
 PROMISING = 1.3  # times the best: a candidate predicted slower is not tried; predictions err by less than this
@@ -35,6 +36,7 @@ SIMPLER = 0.03  # per option, and for several processes: candidates predicted th
 DETERMINISTIC = f"{REPRODUCIBLE}:{SHARES}"
 
 Show = Callable[[str], None]
+Tell = Callable[[Candidate, Sequence[Candidate], int, int], None]  # one that was tried, all, which it is of how many
 
 
 def make(
@@ -45,13 +47,17 @@ def make(
     thorough: bool = False,
     rows: Sequence[str] | None = None,
     reproducible: bool = False,
+    patient: bool = False,
     show: Show = lambda doing: None,
+    tell: Tell = lambda one, all_of_them, number, total: None,
 ) -> Plan:
     """The plan for ``command`` (what follows `paceline run`), which is also stored in the cache.
 
-    ``budget_s``: by default 5 % of the predicted run or 15 s, whichever is larger. ``rows``: only these configurations;
-    the plan is not stored. ``reproducible``: the deterministic configuration is chosen, and the reason states its cost;
-    the plan is not stored. ``show`` receives progress messages. Raises ValueError when no configuration ran.
+    ``budget_s``: by default 5 % of the predicted run or 15 s, whichever is larger; ``patient``: 60 s, or where a step
+    of the baseline takes over 2 s six of them for each configuration. ``rows``: only these configurations; the plan is
+    not stored. ``reproducible``: the deterministic configuration is chosen, and the reason states its cost; the plan is
+    not stored. ``show`` receives progress messages, ``tell`` each configuration that was tried. Raises ValueError when
+    no configuration ran.
     """
     check(fidelity)
     for configuration in rows or ():
@@ -61,24 +67,27 @@ def make(
     start = time.monotonic()
     machine = survey()
     show("profiling")
-    profile_s = THOROUGH_PROFILE_S if thorough else (budget_s or MIN_BUDGET_S) * PROFILE_SHARE
+    least_s = PATIENT_S if patient else MIN_BUDGET_S
+    profile_s = THOROUGH_PROFILE_S if thorough else (budget_s or least_s) * PROFILE_SHARE
     profile, failure = run_profile(command, fidelity, profile_s, machine)
     start_s = time.monotonic() - start - profile.spent_s if profile else 4.0  # the time to start and to end
     facts = profile.facts if profile else JobFacts(rows=machine.cores)  # enough samples for every candidate
     if profile and not (thorough or rows or reproducible) and (earlier := by_fingerprint(profile.fingerprint, machine)):
         measured = any(row.measured_s for row in earlier.rows)
-        if measured or budget_s is None:  # an explicit budget is used if no measurement exists
+        if measured or (budget_s is None and not patient):  # an explicit budget is used if no measurement exists
             store(earlier, command, machine)
             how = "measured before" if measured else "as before; `paceline plan` measures"
             return dataclasses.replace(earlier, reason=f"{earlier.reason} ({how})")
     names = list(rows or candidates(fidelity, machine, facts, planned(), thorough))
     names += [DETERMINISTIC] if reproducible and DETERMINISTIC not in names else []
     entries = [_candidate(name, profile, facts, machine) for name in names]
-    budget = _Budget(start, _budget_s(budget_s, profile, entries), thorough, start_s)
-    for entry in _worth_trying(entries, fidelity, thorough):
+    budget = _Budget(start, _budget_s(budget_s, patient, profile, entries), thorough, start_s, budget_s is None)
+    worth = _worth_trying(entries, fidelity, thorough)
+    for number, entry in enumerate(worth):
         if thorough or entry.engine == DETERMINISTIC or budget.allows(entry, entries, fidelity):
-            show(f"trying {entry.engine}")
+            show(f"trying {entry.engine}{_so_far(entries, fidelity)}")
             entry.trial = budget.trial(command, entry)
+        tell(entry, entries, number + 1, len(worth))
     _retime_ties(command, entries, fidelity, budget, show)
     chosen, reason, found = choose(entries, fidelity, facts)
     if reproducible:
@@ -108,9 +117,17 @@ def _candidate(name: str, profile: Profile | None, facts: JobFacts, machine: Mac
     return entry
 
 
-def _budget_s(requested: float | None, profile: Profile | None, entries: Sequence[Candidate]) -> float:
+def _so_far(entries: Sequence[Candidate], level: str) -> str:
+    ranking = run_off(entries, level)
+    return f"; fastest so far: {ranking[0].engine}, {ranking[0].step_s:.3g} s per step" if ranking else ""
+
+
+def _budget_s(requested: float | None, patient: bool, profile: Profile | None, entries: Sequence[Candidate]) -> float:
     if requested is not None:
         return requested
+    if patient:
+        base_s = entries[0].predicted_s or 0.0
+        return PATIENT_S if base_s <= LONG_STEP_S else LONG_STEPS * base_s * len(entries)
     known = [entry.predicted_s for entry in entries if entry.predicted_s]
     run_s = (profile.steps if profile else 0) * min(known, default=0.0)
     return max(MIN_BUDGET_S, BUDGET_SHARE * run_s)
@@ -132,12 +149,14 @@ def _worth_trying(entries: Sequence[Candidate], level: str, thorough: bool) -> l
 
 @dataclasses.dataclass
 class _Budget:
-    """The time budget in seconds, and how much of it each trial may use."""
+    """The time budget in seconds, and how much of it each trial may use. ``lenient``: nobody has asked for it, and the
+    baseline and another configuration are always measured."""
 
     start: float
     seconds: float
     thorough: bool
     start_s: float
+    lenient: bool = False
 
     @property
     def left_s(self) -> float:
@@ -152,9 +171,10 @@ class _Budget:
         need_s = self.start_s + max(TIMED_S[0], (SHRUNK_STEPS if self._shrinks(entry) else STEPS) * step_s)
         if entry.engine == BASELINE:
             need_s += self.start_s + TIMED_S[0]  # a single trial goes to the most promising candidate
+        few = len(ranking) < 2 and attempts < MAX_ATTEMPTS
         if self.left_s < need_s:
-            return False
-        if len(ranking) < 2 and attempts < MAX_ATTEMPTS:
+            return few and self.lenient
+        if few:
             return True
         best = ranking[0] if ranking else entry
         return not (step_s and best.predicted_s and step_s > PROMISING * best.predicted_s)
@@ -171,7 +191,8 @@ class _Budget:
     def trial(self, command: Sequence[str], entry: Candidate) -> Trial | None:
         """None if the budget ran out before the trial ended: such a trial gives no information."""
         known = entry.predicted_s is not None
-        limit_s = 120.0 if self.thorough else max(1.0, self.left_s) if known else max(60.0, 3 * self.left_s)
+        least_s = self.start_s + 3 * STEPS * (entry.predicted_s or 0.0) if self.lenient else 1.0
+        limit_s = 120.0 if self.thorough else max(least_s, self.left_s) if known else max(60.0, 3 * self.left_s)
         shrinks = self._shrinks(entry)
         ran = measure(command, entry.engine, timed_s=self._timed_s(), limit_s=limit_s, shrinks=shrinks)
         return None if ran.late and known and not self.thorough else ran

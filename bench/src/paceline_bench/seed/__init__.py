@@ -160,7 +160,7 @@ def _crossover(task: Task, job: Job, rounds: int, show: Show) -> Iterator[Findin
     told = crossover.predicted(job, RATE, show)
     expected = crossover.crossing(told[1], told[crossover.NODES])
     sizes = crossover.sizes_around(min(expected, task.most), task.batch, task.most)
-    points = crossover.measured(job, sizes, rounds + 1, lambda setup, one: run_one(setup, one, RATE, show))
+    points = crossover.measured(job, sizes, rounds + 3, lambda setup, one: run_one(setup, one, RATE, show))
     seen = {count: crossover.Line.through(each) for count, each in points.items()}
     found = crossover.crossing(seen[1], seen[crossover.NODES])
     lines = ["| nodes | | start s | ms per image | runs: images in seconds |", "|---|---|---|---|---|"]

@@ -27,7 +27,7 @@ from paceline_bench.seed.job import Job
 from paceline_bench.seed.trial import Outcome, Setup, run
 
 NODES = 2
-STARTS = 3
+STARTS = 5
 SIZES = 0.3, 0.7, 1.2, 1.8, 2.6  # of the crossover that was predicted
 
 

@@ -1,0 +1,31 @@
+"""python -m paceline.ddp SCRIPT ..., or -m MODULE ...: under torchrun, srun or mpirun, as they start a script."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from paceline.ddp import import_hook
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help") or words == ["-m"]:
+        sys.exit(__doc__)
+    os.environ.update(import_hook.environment(os.environ))
+    import_hook.install()
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    if not os.path.isfile(words[0]):
+        sys.exit(f"paceline: no script at {words[0]!r}; give the path of a Python file, or -m and a module")
+    sys.argv = words
+    sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
+    runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

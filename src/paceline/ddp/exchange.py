@@ -1,0 +1,227 @@
+"""The sum of a bucket: of the weights that pay as factors, in fewer bytes, and of everything else as torch sums it.
+
+    header    every rank's rows of each weight; -1: they are not its whole gradient now, -2: they never will be
+    factors   an all-gather of the rows, of ranks with fewer padded with zeros; each rank multiplies all of them
+    rest      an all-reduce
+
+A bucket's first steps are timed, as torch sums it and as factors, and what is slower for the slowest rank is not done
+again; nor is what cannot be tried. All that decides is in the header, so that all ranks decide the same, and what is
+dropped is dropped between two passes. Sums run in a thread, in the order of buckets, over connections of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from paceline.ddp.factors import Factors, Weight
+from paceline.report.log import log
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
+dist: Any = torch.distributed  # its stubs leave out what we use
+
+WARM_UP, TRIALS = 1, 2  # steps in each form, before its time counts, and that count
+MAX_FAILED = 20  # steps in which a bucket's factors were not its gradients
+NOT_NOW, NEVER = -1, -2
+SAMPLE = 4096  # values of each product that are compared with the other ranks'
+UNLIKE = (
+    "DistributedDataParallel: processors, libraries or threads differ between ranks, and so do the bits of their "
+    "products; gradients are summed as torch sums them"
+)
+Future = Any  # torch.futures.Future[Tensor]
+
+
+@dataclass
+class Trial:
+    """How long a bucket's sum took: as torch sums it, and with factors. *Units*: microseconds, the shortest."""
+
+    steps: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+    least_us: dict[bool, int] = field(default_factory=dict)
+    failed: int = 0
+
+    def next(self) -> bool:
+        """Whether the next step tries factors: after some as torch sums them, and for as long as nothing is decided."""
+        return self.steps[False] >= WARM_UP + TRIALS
+
+    @property
+    def over(self) -> bool:
+        return min(self.steps.values()) >= WARM_UP + TRIALS
+
+    @property
+    def hopeless(self) -> bool:
+        return self.failed >= MAX_FAILED and not self.steps[True]
+
+    def note(self, factored: bool, seconds: float) -> None:
+        self.steps[factored] += 1
+        if self.steps[factored] > WARM_UP:
+            least = self.least_us.get(factored, 1 << 62)
+            self.least_us[factored] = min(least, round(1e6 * seconds))
+
+
+@dataclass
+class Part:
+    """A weight in a bucket, and what this rank has of its gradient."""
+
+    weight: Weight
+    gradient: Tensor
+    rows: tuple[Tensor, Tensor] | None
+
+
+class BucketSums:
+    """Among the ranks of ``group``; every rank makes its own at the same place. ``number``: of those of this group."""
+
+    def __init__(self, factors: Factors, group: Any, store: Any, number: int, timeout: timedelta):
+        self.factors, self.group, self.size = factors, group, dist.get_world_size(group)
+        prefix = dist.PrefixStore(f"paceline/ddp/{number}", store)
+        self.lane = dist.ProcessGroupGloo(prefix, dist.get_rank(group), self.size, timeout)
+        self.trials: dict[str, Trial] = {}
+        self.active = True  # False: this rank has joined, and takes part in the others' sums
+        self._products = 0  # a checksum over the products since the last header
+        self._dropped: list[Weight] = []  # by sums of this backward pass
+        self._thread = ThreadPoolExecutor(1, "paceline ddp")
+
+    def between_passes(self) -> None:
+        """The sums of the pass before have ended, on all ranks alike: what they dropped is not looked at again."""
+        while self._dropped:
+            self.factors.drop(self._dropped.pop())
+
+    def run(self, bucket: GradBucket, of_active: bool = False) -> Future:
+        """The mean of a bucket's gradients over all ranks, or over those that have not joined: a communication hook."""
+        buffer, active = bucket.buffer(), self.active
+        if bucket.index() == 0:
+            self.between_passes()
+        begin = time.perf_counter()
+        parts, others = list[Part](), list[Tensor]()
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if weight := self.factors.of.get(id(parameter)):
+                parts.append(Part(weight, gradient, weight.whole(gradient) if active else None))
+            else:
+                others.append(gradient)
+        if not parts and not of_active:
+            buffer.div_(self.size)
+            return dist.all_reduce(buffer, group=self.group, async_op=True).get_future().then(_first)
+        checked_s = time.perf_counter() - begin
+        future: Future = torch.futures.Future()
+
+        def work() -> Tensor:
+            divisor = sum(int(each) for each in self._gathered(torch.tensor([active]))) if of_active else self.size
+            return self._sum(buffer, parts, others, divisor, checked_s)
+
+        self._thread.submit(_into, future, work)
+        return future.then(_value)
+
+    def _sum(
+        self, buffer: Tensor, parts: Sequence[Part], others: Sequence[Tensor], divisor: int, checked_s: float
+    ) -> Tensor:
+        if not parts:
+            self._reduce([buffer], divisor)
+            return buffer
+        trial = self.trials.setdefault(parts[0].weight.name, Trial())
+        rows = self._agreed(parts, trial)
+        begin = time.perf_counter()
+        chosen = [(part, count) for part, count in zip(parts, rows, strict=True) if count > 0]
+        if not chosen:
+            self.lane.allreduce([buffer.div_(divisor)]).wait()
+        else:
+            self._multiply(chosen, divisor)
+            whole = [part.gradient for part, count in zip(parts, rows, strict=True) if count <= 0]
+            self._reduce([*whole, *others], divisor)
+        if not chosen and trial.next():  # a step that could not be tried says nothing of its time
+            trial.failed += 1
+        else:
+            trial.note(bool(chosen), time.perf_counter() - begin + (checked_s if chosen else 0.0))
+        return buffer
+
+    def _agreed(self, parts: Sequence[Part], trial: Trial) -> list[int]:
+        """The most rows that any rank has of each weight; NOT_NOW: it is sent whole."""
+        ready = [
+            NEVER if part.weight.impure else len(part.rows[0]) if part.rows and trial.next() else NOT_NOW
+            for part in parts
+        ]
+        times = [trial.least_us.get(form, 0) for form in (False, True)] if trial.over else [0, 0]
+        told = torch.stack(self._gathered(torch.tensor([*ready, *times, self._products])))
+        self._products = 0
+        least, most = told.amin(0).tolist(), told.amax(0).tolist()
+        *_, plain_us, factored_us, _ = most
+        if least[-1] != most[-1]:
+            self._dropped += self.factors.of.values()
+            self.tell_unlike()
+        elif trial.hopeless or (trial.over and factored_us >= plain_us):
+            self._dropped += [part.weight for part in parts]
+        else:
+            self._dropped += [part.weight for part, lowest in zip(parts, least, strict=False) if lowest == NEVER]
+        return [
+            most[i] if least[i] >= 0 and 0 < most[i] <= self.factors.most(part.weight) else NOT_NOW
+            for i, part in enumerate(parts)
+        ]
+
+    def tell_unlike(self) -> None:
+        if dist.get_rank(self.group) == 0:
+            log.info(UNLIKE)
+
+    def _gathered(self, own: Tensor) -> list[Tensor]:
+        each = [torch.empty_like(own) for _ in range(self.size)]
+        self.lane.allgather([each], [own]).wait()
+        return each
+
+    def _multiply(self, chosen: Sequence[tuple[Part, int]], divisor: int) -> None:
+        """Every rank's rows, padded; their products in the place of the gradients."""
+        own = torch.cat([_padded(side, count) for part, count in chosen for side in part.rows or ()])
+        everyone = self._gathered(own)
+        start = 0
+        for part, count in chosen:
+            out, into = part.gradient.shape
+            middle, end = start + count * out, start + count * (out + into)
+            left = torch.cat([each[start:middle].view(count, out) for each in everyone]).div_(divisor)
+            right = torch.cat([each[middle:end].view(count, into) for each in everyone])
+            torch.mm(left.T, right, out=part.gradient)
+            self._products ^= checksum(part.gradient)
+            start = end
+
+    def _reduce(self, tensors: Sequence[Tensor], divisor: int) -> None:
+        if not tensors:
+            return
+        flat = torch.cat([each.reshape(-1) for each in tensors]).div_(divisor)
+        self.lane.allreduce([flat]).wait()
+        for each, part in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
+            each.copy_(part.view(each.shape))
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    """Zeros add nothing to a product."""
+    flat = rows.reshape(-1)
+    missing = count * rows.shape[1] - flat.numel()
+    return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+
+
+def checksum(values: Tensor) -> int:
+    """Of the bits of some of them, spread over all."""
+    flat = values.reshape(-1)
+    some = flat[:: max(1, flat.numel() // SAMPLE)].contiguous()
+    return int(some.view(torch.int32).sum(dtype=torch.int64))
+
+
+def _into(future: Future, work: Callable[[], Tensor]) -> None:
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _value(done: Future) -> Any:
+    """Raises the sum's own error, which torch's reducer would not find in a future that was given it."""
+    return done.value()
+
+
+def _first(done: Future) -> Any:
+    return done.value()[0]

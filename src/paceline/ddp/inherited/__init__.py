@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH, which holds `sitecustomize` alone."""

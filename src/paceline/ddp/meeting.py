@@ -1,0 +1,48 @@
+"""What ranks tell each other as they make a wrapper, over the script's store, before anything that waits for all."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from paceline.ddp.exchange import checksum
+from paceline.ddp.factors import Weight
+from paceline.link.net.keepalive import addresses
+
+WAIT = timedelta(seconds=60)  # ranks have just verified their parameters together
+ROWS = 8, 64  # of the products that are compared
+
+
+def exchanged(store: Any, number: int, rank: int, size: int, weights: Sequence[Weight]) -> list[dict[str, Any]]:
+    """What every rank says; empty where one says nothing, as with torch's own class on that rank."""
+    own = {"addresses": addresses(), "weights": [_fingerprint(weight) for weight in weights], "machine": _machine()}
+    store.set(f"paceline/ddp/{number}/{rank}", json.dumps(own))
+    keys = [f"paceline/ddp/{number}/{other}" for other in range(size)]
+    try:
+        store.wait(keys, WAIT)
+    except RuntimeError:
+        return []
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def alike(told: Sequence[dict[str, Any]]) -> bool:
+    """Whether all ranks have the same weights to send as factors, and multiply to the same bits."""
+    return bool(told) and all(one[what] == told[0][what] for one in told for what in ("weights", "machine"))
+
+
+def _machine() -> list[Any]:
+    return [platform.machine(), torch.__version__, torch.get_num_threads()]
+
+
+def _fingerprint(weight: Weight) -> list[Any]:
+    dice, found = torch.Generator().manual_seed(1), list[int]()
+    for rows in ROWS:
+        sides = (torch.randn(rows, n, generator=dice, dtype=weight.parameter.dtype) for n in weight.parameter.shape)
+        left, right = sides
+        found.append(checksum(left.T @ right))
+    return [weight.name, list(weight.parameter.shape), str(weight.parameter.dtype), *found]

@@ -1,0 +1,169 @@
+"""A subclass of torch's DistributedDataParallel: the same results in fewer bytes, where layers allow it.
+
+Everything that torch's class does, it still does: buckets, buffers, unused parameters, `no_sync`, `join`, graphs. What
+is ours is how a bucket's gradients are summed over the ranks (`paceline.ddp.exchange`), and only where a model has
+fully-connected layers that pay: any other model has torch's class to the last bit. A communication hook that a script
+registers takes our place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel.distributed import DistributedDataParallel as Base
+
+from paceline.ddp import import_hook, meeting, stopwatch
+from paceline.ddp.exchange import UNLIKE, BucketSums
+from paceline.ddp.factors import Factors
+from paceline.ddp.lost_ranks import watch
+from paceline.report.log import log
+
+dist: Any = torch.distributed  # its stubs leave out what we use
+
+
+class _InPlace(type(Base)):  # type: ignore[misc]
+    """Whoever asks for torch's class by its name is given ours, and asks of instances that were made before, too."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, Base) if cls.__dict__.get("_in_place") else super().__instancecheck__(instance)
+
+
+class DistributedDataParallel(Base, metaclass=_InPlace):
+    """As torch's, with its arguments, in every process of ``process_group``. Raises what torch's raises."""
+
+    _in_place = True
+    # of the class, since a pickle of torch's own has none of them
+    _sums: BucketSums | None = None
+    _theirs: tuple[Any, Callable[..., Any]] | None = None
+    _stopwatch: stopwatch.Stopwatch | None = None
+
+    def __init__(self, module: nn.Module, *arguments: Any, **options: Any):
+        super().__init__(module, *arguments, **options)
+        self._stopwatch = stopwatch.made(self.process_group)
+        if dist.get_world_size(self.process_group) > 1 and dist.get_backend(self.process_group) == "gloo":
+            self._sums = self._made(module)
+        if self._sums:
+            _install(self, self._sums)
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        if self._stopwatch and torch.is_grad_enabled():
+            self._stopwatch.forward((*inputs, *options.values()))
+        return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]
+
+    def _made(self, module: nn.Module) -> BucketSums | None:
+        """None where torch's own sums are as good, or are needed. Every rank comes here; each may know a reason."""
+        group = self.process_group
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        store = dist.distributed_c10d._get_process_group_store(group)
+        factors = None if self._left_to_torch(module) else Factors(module, size)
+        weights = list(factors.of.values()) if factors else []
+        number = store.add(f"paceline/ddp/{rank}", 1)  # of those that all ranks have made
+        told = meeting.exchanged(store, number, rank, size, weights)
+        sums = None
+        if factors and weights and meeting.alike(told):
+            sums = BucketSums(factors, group, store, number, _timeout(group))
+        elif weights and rank == 0:
+            log.info(UNLIKE)
+        watch(group, store, {address for one in told for address in one["addresses"]})
+        return sums
+
+    def _left_to_torch(self, module: nn.Module) -> bool:
+        if self._delay_all_reduce_all_params or self._use_python_reducer or self._comm_hooks:
+            return True
+        asked = os.environ.get(import_hook.VARIABLE) == import_hook.TORCHS
+        return asked or _compiled(module) or _sparse(module)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        if not self._sums:
+            super().register_comm_hook(state, hook)
+            return
+        self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
+        if self._theirs:
+            raise RuntimeError("register_comm_hook can only be called once")
+        self.logger._set_comm_hook_name(hook.__qualname__)  # type: ignore[union-attr]
+        self._comm_hooks.append((hook, state))
+        self._theirs = state, hook
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """C++ of torch's, by what is the same in Python where our hook is registered already."""
+        if not self._sums:
+            super()._register_builtin_comm_hook(comm_hook_type)  # type: ignore[no-untyped-call]
+            return
+        half = comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS
+        hook = default_hooks.fp16_compress_hook if half else default_hooks.allreduce_hook
+        self.register_comm_hook(self.process_group, hook)
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        super()._update_process_group(new_process_group)  # type: ignore[no-untyped-call]
+        if self._sums:  # its connections are those of the ranks before
+            self._theirs = new_process_group, default_hooks.allreduce_hook
+
+    @contextlib.contextmanager
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        with super()._inside_ddp_forward():
+            if self._sums and self.require_backward_grad_sync:
+                self._sums.between_passes()
+            looks = self._sums and not self._theirs and torch.is_grad_enabled()
+            if self._sums and looks and not _compiling() and not _compiled(self.module):
+                with self._sums.factors.looking():
+                    yield
+            else:
+                yield
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """Of a rank that has joined: its part of every sum is nothing."""
+        if not self._sums:
+            super()._match_all_reduce_for_bwd_pass()  # type: ignore[no-untyped-call]
+            return
+        self._sums.active = False
+        self._sums.between_passes()
+        try:
+            super()._match_all_reduce_for_bwd_pass()  # type: ignore[no-untyped-call]
+        finally:
+            self._sums.active = True
+
+    def __getstate__(self) -> Any:
+        state = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "_sums": None, "_theirs": None, "_stopwatch": None}
+
+
+def _install(module: DistributedDataParallel, sums: BucketSums) -> None:
+    owner = weakref.ref(module)
+
+    def paceline_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch reads the types of a hook's arguments
+        now = owner()
+        if now is not None and now._theirs:
+            theirs, hook = now._theirs
+            return hook(theirs, bucket)
+        joining = now is not None and now._join_config.enable and not now._divide_by_initial_world_size
+        return sums.run(bucket, joining)
+
+    dist._register_comm_hook(module.reducer, None, paceline_hook)
+
+
+def _compiled(module: nn.Module) -> bool:
+    return any(
+        each._compiled_call_impl is not None or type(each).__name__ == "OptimizedModule" for each in module.modules()
+    )
+
+
+def _compiling() -> bool:
+    """Whether this wrapper itself is compiled: hooks would be traced."""
+    eval_frame = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    return bool(eval_frame and eval_frame.get_eval_frame_callback())
+
+
+def _sparse(module: nn.Module) -> bool:
+    return any(isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse for each in module.modules())
+
+
+def _timeout(group: Any) -> Any:
+    return group._get_backend(torch.device("cpu")).options._timeout

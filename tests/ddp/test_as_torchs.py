@@ -1,0 +1,247 @@
+"""Our DistributedDataParallel against torch's: the same weights, and factors wherever they are the whole gradient."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.ddp import exchange
+from paceline.ddp.factors import Factors
+from paceline.launch.local import free_port
+
+SCRIPTS = Path(__file__).parents[1] / "support" / "scripts"
+pytestmark = pytest.mark.long
+
+EXACT = 1e-12  # of sums in another order
+SENT_WHOLE = {  # no factors: they are not the whole gradient, or another's hook sums
+    *("penalty", "module alone", "allreduce hook", "fp16 hook", "built-in fp16 hook", "PowerSGD hook", "autocast"),
+    *("compiled", "compiled whole"),
+}
+CASES = (
+    *("plain", "clipped", "dropout", "penalty", "tied", "again", "accumulated", "two forwards", "module alone"),
+    *("joined", "joined, mean of those left", "unused here", "unused everywhere", "static graph", "views"),
+    *(
+        "small buckets",
+        "checkpointed",
+        "own group",
+        "buffers of each",
+        "allreduce hook",
+        "fp16 hook",
+        "built-in fp16 hook",
+    ),
+    *("PowerSGD hook", "ZeRO", "float32", "autocast", "compiled", "compiled whole"),
+)
+
+
+def ranks(folder, *words, size=2, limit_s=240):
+    """As a launcher starts them; (exit code, stdout and stderr) of each."""
+    port = str(free_port())
+    given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    given |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, *map(str, words)],
+            env={**given, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [process.communicate(timeout=limit_s)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, text) for process, text in zip(started, said, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ddp")
+    for code, text in ranks(folder, SCRIPTS / "under_ddp.py", folder):
+        assert code == 0, text
+    return json.loads((folder / "said.json").read_text())
+
+
+def test_every_case_is_looked_at(said):
+    assert tuple(said) == CASES
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_those_of_torchs_class(said, case):
+    one = said[case]
+    assert one["gap"] <= (1e-6 if case == "float32" else EXACT)
+    assert one["bit-equal"], "replicas differ"
+    assert one["same dice"], "it drew from the script's random numbers"
+    assert one["keys"]
+    assert one["copies"] == 0.0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_factors_travel_wherever_they_are_the_whole_gradient(said, case):
+    assert bool(said[case]["factored"]) == (case not in SENT_WHOLE)
+
+
+@pytest.mark.parametrize("case", sorted(SENT_WHOLE))
+def test_what_torch_sums_has_torchs_bits(said, case):
+    assert said[case]["gap"] == 0.0
+
+
+# the check
+
+
+def taken(layer, *inputs):
+    """(the layer's weight as `Factors` knows it, its gradient) after these passes."""
+    factors = Factors(nn.Sequential(layer), 2)
+    with factors.looking():
+        loss = sum((layer(each) ** 2).sum() for each in inputs)
+    loss.backward()
+    (weight,) = factors.weights.values()
+    return weight, layer.weight.grad
+
+
+def layer(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Linear(200, 300).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_make_the_gradient(dtype):
+    weight, gradient = taken(layer(dtype), torch.randn(3, 200, dtype=dtype), torch.randn(4, 200, dtype=dtype))
+    left, right = weight.whole(gradient)
+    assert (len(left), len(right)) == (7, 7)
+    assert float((left.T @ right - gradient).norm() / gradient.norm()) < 8 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("part", [1.0, 1e-2, 1e-4])
+def test_any_part_that_came_from_elsewhere_is_noticed(part):
+    for seed in range(20):
+        weight, gradient = taken(layer(), torch.randn(3, 200))
+        row = seed % gradient.shape[0]
+        gradient[row, seed] += part * gradient.norm()
+        assert weight.whole(gradient) is None
+
+
+def test_what_is_small_is_found_row_by_row_in_the_first_steps_and_stays_found():
+    """A row that has no gradient of its own, as of a dead unit, and 1e-9 of a penalty's."""
+    own = layer()
+    factors = Factors(nn.Sequential(own), 2)
+    (weight,) = factors.weights.values()
+    for penalty in (0.0, 1e-9, 0.0):
+        own.zero_grad()
+        with factors.looking():
+            out = own(torch.randn(3, 200))
+        ((out[:, 1:] ** 2).sum() + penalty * (own.weight**2).sum()).backward()
+        assert bool(weight.whole(own.weight.grad)) == (not penalty and not weight.impure)
+    assert weight.impure
+
+
+def test_a_weight_with_a_hook_is_sent_whole():
+    own = layer()
+    own.weight.register_hook(lambda gradient: gradient * 1)
+    weight, gradient = taken(own, torch.randn(3, 200))
+    assert weight.whole(gradient) is None
+    assert weight.impure
+
+
+def test_rows_are_copies():
+    given = torch.randn(3, 200)
+    weight, gradient = taken(layer(), given)
+    _, right = weight.whole(gradient)
+    given.zero_()
+    assert right.abs().min() > 0
+
+
+class Alone:
+    """Sums of one rank, whose headers are answered with what the others are to have said."""
+
+    def __init__(self, others):
+        self.sums, self.others = object.__new__(exchange.BucketSums), others
+        self.sums.factors = Factors(nn.Sequential(layer()), 2)
+        self.sums._dropped, self.sums._products, self.sums.tell_unlike = [], 0, lambda: None
+        self.sums._gathered = lambda own: [own, own + torch.tensor(self.others)]
+        (self.weight,) = self.sums.factors.of.values()
+
+    def agreed(self, rows, trial):
+        part = exchange.Part(self.weight, self.weight.parameter, rows)
+        return self.sums._agreed([part], trial), self.sums._dropped
+
+
+def decided(plain_us, factored_us):
+    trial = exchange.Trial({False: 3, True: 3}, {False: plain_us, True: factored_us})
+    assert trial.over
+    return trial
+
+
+ROWS = torch.zeros(3, 300), torch.zeros(3, 200)
+
+
+@pytest.mark.parametrize(
+    ("others", "trial", "rows", "dropped"),
+    [
+        ((0, 0, 0, 0), decided(900, 500), 3, False),
+        ((2, 0, 0, 0), decided(900, 500), 5, False),
+        ((-4, 0, 0, 0), decided(900, 500), exchange.NOT_NOW, False),
+        ((-5, 0, 0, 0), decided(900, 500), exchange.NOT_NOW, True),
+        ((0, 0, 400, 0), decided(900, 500), 3, True),
+        ((0, 0, 0, 7), decided(900, 500), 3, True),
+        ((0, 0, 0, 0), decided(500, 900), 3, True),
+        ((0, 0, 0, 0), exchange.Trial({False: 3, True: 0}, {}, exchange.MAX_FAILED), 3, True),
+        ((0, 0, 0, 0), exchange.Trial({False: 2, True: 0}), exchange.NOT_NOW, False),
+        ((10_000, 0, 0, 0), decided(900, 500), exchange.NOT_NOW, False),
+    ],
+    ids=["faster", "more rows there", "not whole there", "never whole there", "slower there", "other bits", "slower",
+         "never tried", "not yet", "too many rows there"],
+)  # fmt: skip
+def test_all_ranks_decide_by_what_all_have_said(others, trial, rows, dropped):
+    got, gone = Alone(others).agreed(ROWS, trial)
+    assert got == [rows]
+    assert bool(gone) == dropped
+
+
+def test_forms_are_tried_in_turn_and_the_shortest_time_counts():
+    trial = exchange.Trial()
+    for seconds in (9.0, 2.0, 3.0):
+        assert not trial.next()
+        trial.note(False, seconds)
+    for seconds in (9.0, 1.5, 1.0):
+        assert trial.next()
+        assert not trial.over
+        trial.note(True, seconds)
+    assert trial.over
+    assert trial.least_us == {False: 2_000_000, True: 1_000_000}
+
+
+def test_a_step_does_not_see_the_rows_of_the_one_before():
+    own = layer()
+    factors = Factors(nn.Sequential(own), 2)
+    (weight,) = factors.weights.values()
+    for rows in (3, 5):
+        own.zero_grad()
+        with factors.looking():
+            loss = own(torch.randn(rows, 200)).sum()
+        loss.backward()
+        assert len(weight.whole(own.weight.grad)[0]) == rows
+
+
+def test_rows_that_are_more_bytes_than_the_gradient_are_not_kept():
+    most = Factors(nn.Sequential(layer()), 2).most(taken(layer(), torch.randn(1, 200))[0])
+    weight, gradient = taken(layer(), torch.randn(most + 1, 200))
+    assert weight.rows == []
+    assert weight.whole(gradient) is None
+
+
+def test_nothing_stays_on_the_scripts_modules():
+    own = layer()
+    taken(own, torch.randn(3, 200))
+    assert not own._forward_hooks
+    assert not own._backward_hooks

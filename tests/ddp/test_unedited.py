@@ -1,0 +1,284 @@
+"""Scripts that know nothing of paceline have our class, in every process of theirs; a lost rank is named."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.nn.parallel.distributed as torch_ddp
+
+from cluster import Cluster
+from machines import needs_cluster
+from paceline.ddp import import_hook, module
+from paceline.ddp.lost_ranks import LEFT, LostRanks
+from paceline.launch.local import free_port
+
+pytestmark = pytest.mark.long
+OURS, THEIRS = "paceline.ddp.module", "torch.nn.parallel.distributed"
+
+SCRIPT = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.ReLU(), torch.nn.Linear(400, 5)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 300)).square().sum().backward()
+        optimizer.step()
+    os.write(1, f"{dist.get_world_size()} {type(model).__module__} {sys.argv[1:]}\\n".encode())
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+"""
+SPAWNS = """
+import os, sys
+import torch.multiprocessing as mp
+import script
+
+def child(rank):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["PORT"])
+    script.main()
+
+if __name__ == "__main__":
+    os.environ["PORT"] = sys.argv[1]
+    mp.spawn(child, nprocs=2)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    return tmp_path
+
+
+def said(folder, *words, **more):
+    given = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=folder,
+        env={**given, "OMP_NUM_THREADS": "1", **more},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if THEIRS in line or OURS in line]
+
+
+RUN = "-m", "paceline", "run"
+
+
+def test_run_gives_it_and_passes_the_scripts_arguments(folder):
+    """Which shows the standard output of one of a node's processes."""
+    assert said(folder, *RUN, "--plan", "processes:2", "script.py", "--lr", "3") == [f"2 {OURS} ['--lr', '3']"]
+
+
+def test_a_plan_is_not_asked_of_a_script_that_divides_its_own_work(folder):
+    assert said(folder, *RUN, "script.py") == [f"1 {OURS} []"]
+
+
+@pytest.mark.dear
+def test_off_leaves_torchs_own(folder):
+    assert said(folder, *RUN, "--ddp-off", "--plan", "processes:2", "script.py") == [f"2 {THEIRS} []"]
+
+
+@pytest.mark.dear
+def test_under_torchrun(folder):
+    words = "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()
+    assert said(folder, *words, "-m", "paceline.ddp", "script.py", "--lr", "3") == [f"2 {OURS} ['--lr', '3']"] * 2
+
+
+@pytest.mark.dear
+def test_children_that_a_script_spawns_have_it(folder):
+    lines = said(folder, "-m", "paceline.ddp", "spawns.py", free_port())
+    assert [line.partition(" [")[0] for line in lines] == [f"2 {OURS}"] * 2
+
+
+@pytest.mark.dear
+def test_a_plan_times_torchs_class_and_ours(folder):
+    (folder / "long.py").write_text(SCRIPT.replace("range(3)", "range(10**9)"))
+    command = [sys.executable, "-m", "paceline", "plan", "--rows", "processes:2", "long.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=True)
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r"1 process: \S+ s per step, global batch 8", lines[0])
+    for line, whose in zip(lines[1:3], ("torch", "paceline"), strict=True):
+        assert re.fullmatch(
+            rf"2 processes, {whose}'s class: \S+ s per step, global batch 16, \S+x the samples per second", line
+        )
+    assert re.fullmatch(r"paceline's class: \S+x torch's", lines[3])
+    assert lines[-1].startswith("paceline.join in place of the wrapper")
+
+
+@pytest.mark.dear
+def test_a_script_that_ends_too_soon_to_be_timed_is_told(folder):
+    command = [sys.executable, "-m", "paceline", "plan", "--rows", "processes:1", "script.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert "it ended before 18 passes under DistributedDataParallel" in done.stdout
+    assert "script.py could not be timed" in done.stderr
+
+
+@pytest.mark.parametrize("words", [(), ("-m",), ("nowhere.py",)])
+def test_a_script_that_is_not_there_is_told(folder, words):
+    command = [sys.executable, "-m", "paceline.ddp", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode in (1, 2)
+    assert "SCRIPT" in done.stderr or "no script at 'nowhere.py'" in done.stderr
+
+
+def test_the_folder_comes_first_once_and_what_was_there_stays():
+    before = {"PYTHONPATH": f"a{os.pathsep}{import_hook.INHERITED}{os.pathsep}b"}
+    want = os.pathsep.join([import_hook.INHERITED, "a", "b"])
+    assert import_hook.environment(before) == {"PYTHONPATH": want}
+    assert import_hook.environment({**before, import_hook.VARIABLE: import_hook.OFF}) == {}
+
+
+def test_a_machines_own_sitecustomize_still_runs(folder):
+    (folder / "sitecustomize.py").write_text("print('own')")
+    given = import_hook.environment({"PYTHONPATH": str(folder)})
+    words = "import sys; import torch; from torch.nn.parallel import DistributedDataParallel as D; print(D.__module__)"
+    done = subprocess.run(
+        [sys.executable, "-c", words], env={**os.environ, **given}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["own", OURS]
+
+
+def test_who_only_looks_whether_torch_is_there_takes_nothing_away(folder):
+    given = import_hook.environment({})
+    words = (
+        "import importlib.util as u; assert u.find_spec('torch'); assert u.find_spec('torch'); import torch; "
+        "from torch.nn.parallel import DistributedDataParallel as D; print(D.__module__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", words], env={**os.environ, **given}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == OURS
+
+
+def test_an_instance_of_torchs_own_class_is_one_of_the_class_in_its_place():
+    made = torch_ddp.DistributedDataParallel.__new__(torch_ddp.DistributedDataParallel)
+    assert isinstance(made, module.DistributedDataParallel)
+    assert not isinstance(object(), module.DistributedDataParallel)
+
+    class Own(module.DistributedDataParallel):
+        pass
+
+    assert not isinstance(made, Own)
+
+
+# a lost rank
+
+ENDLESS = SCRIPT.replace("range(3)", "range(10**9)").replace(
+    "optimizer.step()", "optimizer.step(); step == 20 and open(os.environ['RANK'], 'w').close()"
+)
+
+
+def test_a_killed_rank_ends_the_others_within_ten_seconds_by_name(tmp_path):
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    given |= {"OMP_NUM_THREADS": "1", "PACELINE_HOST": "here"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "paceline.ddp", "endless.py"],
+            env={**given, "RANK": str(rank)},
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        begun(tmp_path)
+        started[1].kill()
+        _, text = started[0].communicate(timeout=10)
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    assert started[0].returncode == 1
+    assert "rank 1 (here) was not heard for 2.5 s and is taken for lost; this process (rank 0) ends" in text
+
+
+def begun(folder):
+    """Both train, and each has heard the other."""
+    end = time.monotonic() + 120
+    while not all((folder / str(rank)).exists() for rank in range(2)):
+        assert time.monotonic() < end, "it did not begin to train"
+        time.sleep(0.05)
+    time.sleep(2.5)
+
+
+@pytest.mark.dear
+@needs_cluster
+@pytest.mark.parametrize("cut_off", [0, 1])
+def test_a_cut_cable_ends_both_parts_within_ten_seconds_by_name(tmp_path, cut_off):
+    """Torch's own class waits for half an hour."""
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    command = [sys.executable, "-m", "paceline.ddp", "endless.py"]
+    with Cluster(2) as cluster:
+        started = [
+            cluster.start(rank, command, {}, cwd=tmp_path, stderr=subprocess.PIPE, text=True) for rank in range(2)
+        ]
+        begun(tmp_path)
+        cluster.pull_cable(cut_off)
+        said = [process.communicate(timeout=14)[1] for process in started]  # 5 s unanswered, 4.5 s to be explained
+    assert [process.returncode for process in started] == [1, 1]
+    assert "rank 1 (node1) was not heard for 2.5 s and is taken for lost; this process (rank 0) ends" in said[0]
+    assert "rank 0 (node0) cannot be reached and is taken for lost; this process (rank 1) ends" in said[1]
+
+
+class Store:
+    """What `LostRanks` uses of torch's."""
+
+    def __init__(self):
+        self.values = {}
+
+    def clone(self):
+        return self
+
+    def set_timeout(self, limit):
+        pass
+
+    def set(self, key, value):
+        self.values[key] = value
+
+
+def watcher(now, monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return LostRanks(Store(), 0, 3, "here")
+
+
+def test_who_says_nothing_new_is_silent_and_who_left_is_not_missed(monkeypatch):
+    now = [0.0]
+    watch = watcher(now, monkeypatch)
+    for second in range(1, 30):
+        now[0] = float(second)
+        watch._take([1, 2], [f"{min(second, 10)} there", LEFT if second > 5 else f"{second} far"])
+    assert watch.silent() == [1]
+
+
+def test_who_stood_still_itself_takes_nobody_for_lost(monkeypatch):
+    now = [0.0]
+    watch = watcher(now, monkeypatch)
+    watch._take([1], ["1 there"])
+    now[0] = 60.0
+    watch._take([1], ["1 there"])
+    assert watch.silent() == []
+
+
+def test_the_path_of_the_folder_is_in_the_package():
+    assert (Path(import_hook.INHERITED) / "sitecustomize.py").is_file()
