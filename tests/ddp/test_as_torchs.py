@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -176,10 +177,9 @@ class Alone:
         return self.sums._agreed([part], trial), self.sums._dropped
 
 
-def decided(plain_us, factored_us):
-    trial = exchange.Trial({False: 3, True: 3}, {False: plain_us, True: factored_us})
-    assert trial.over
-    return trial
+def tried(plain_us, factored_us, plain=3):
+    """A bucket whose forms have been timed, before all ranks weigh them."""
+    return exchange.Trial({False: plain, True: 3}, {False: plain_us, True: factored_us}, plain=True)
 
 
 ROWS = torch.zeros(3, 300), torch.zeros(3, 200)
@@ -188,37 +188,71 @@ ROWS = torch.zeros(3, 300), torch.zeros(3, 200)
 @pytest.mark.parametrize(
     ("others", "trial", "rows", "dropped"),
     [
-        ((0, 0, 0, 0), decided(900, 500), 3, False),
-        ((2, 0, 0, 0), decided(900, 500), 5, False),
-        ((-4, 0, 0, 0), decided(900, 500), exchange.NOT_NOW, False),
-        ((-5, 0, 0, 0), decided(900, 500), exchange.NOT_NOW, True),
-        ((0, 0, 400, 0), decided(900, 500), 3, True),
-        ((0, 0, 0, 7), decided(900, 500), 3, True),
-        ((0, 0, 0, 0), decided(500, 900), 3, True),
-        ((0, 0, 0, 0), exchange.Trial({False: 3, True: 0}, {}, exchange.MAX_FAILED), 3, True),
-        ((0, 0, 0, 0), exchange.Trial({False: 2, True: 0}), exchange.NOT_NOW, False),
-        ((10_000, 0, 0, 0), decided(900, 500), exchange.NOT_NOW, False),
+        ((0, 0, 0, 0), tried(900, 500), 3, False),
+        ((2, 0, 0, 0), tried(900, 500), 5, False),
+        ((-4, 0, 0, 0), tried(900, 500), exchange.NOT_NOW, False),
+        ((-5, 0, 0, 0), tried(900, 500), exchange.NOT_NOW, True),
+        ((0, 0, 400, 0), tried(900, 500), 3, True),
+        ((0, 0, 0, 7), tried(900, 500), 3, True),
+        ((0, 0, 0, 0), tried(500, 900), 3, True),
+        ((0, 0, 0, 0), exchange.Trial(failed=exchange.MAX_FAILED), 3, True),
+        ((10_000, 0, 0, 0), tried(900, 500), exchange.NOT_NOW, False),
     ],
     ids=["faster", "more rows there", "not whole there", "never whole there", "slower there", "other bits", "slower",
-         "never tried", "not yet", "too many rows there"],
+         "never tried", "too many rows there"],
 )  # fmt: skip
-def test_all_ranks_decide_by_what_all_have_said(others, trial, rows, dropped):
+def test_all_ranks_decide_by_what_all_have_said(others, trial, rows, dropped, monkeypatch):
+    monkeypatch.setattr(exchange.Trial, "next", lambda self: True)
     got, gone = Alone(others).agreed(ROWS, trial)
     assert got == [rows]
     assert bool(gone) == dropped
 
 
-def test_forms_are_tried_in_turn_and_the_shortest_time_counts():
-    trial = exchange.Trial()
-    for seconds in (9.0, 2.0, 3.0):
+def weighed(trial):
+    return trial.weigh(trial.times, trial.times)
+
+
+def test_factors_are_tried_first_and_the_whole_gradient_unless_it_would_clearly_take_longer():
+    for estimate_us, tries_plain in ((0, True), (2_900_000, True), (3_100_000, False)):
+        trial = exchange.Trial()
+        for seconds in (9.0, 1.5, 1.0):
+            assert trial.next()
+            assert not weighed(trial)
+            trial.note(True, seconds)
+            trial.estimate_us = estimate_us
+        assert not weighed(trial)
+        assert trial.next() == (not tries_plain)
+        assert trial.decided == (not tries_plain)
+
+
+@pytest.mark.parametrize(("plain_s", "dropped"), [(0.9, True), (1.1, False)])
+def test_what_is_slower_for_the_slowest_is_dropped(plain_s, dropped):
+    trial = exchange.Trial({False: 0, True: 3}, {True: 1_000_000}, plain=True)
+    for seconds in (9.0, plain_s, 2.0):
+        assert not weighed(trial)
         assert not trial.next()
         trial.note(False, seconds)
-    for seconds in (9.0, 1.5, 1.0):
-        assert trial.next()
-        assert not trial.over
-        trial.note(True, seconds)
-    assert trial.over
-    assert trial.least_us == {False: 2_000_000, True: 1_000_000}
+    assert weighed(trial) == dropped
+    assert trial.next()
+    assert not weighed(trial), "it is weighed once"
+
+
+def test_the_time_of_a_whole_gradient_is_told_by_the_rate_of_the_factors():
+    sums = object.__new__(exchange.BucketSums)
+    sums.size, sums._products = 2, 0
+    weight = taken(layer(), torch.randn(3, 200))[0]
+
+    def gathered(own):
+        time.sleep(0.05)
+        return [own, own]
+
+    sums._gathered = gathered
+    for count, told in ((3, False), (exchange.ENOUGH_BYTES // 2000 + 1, True)):
+        rows = torch.randn(count, 300), torch.randn(count, 200)
+        part = exchange.Part(weight, torch.zeros(300, 200), rows)
+        seconds = sums._multiply([(part, count)], 2, 10 * count * 2000)
+        assert (0.5 <= seconds < 2.0) if told else seconds == 0.0
+        assert torch.allclose(part.gradient, rows[0].T @ rows[1], rtol=1e-3, atol=1e-3)
 
 
 def test_a_step_does_not_see_the_rows_of_the_one_before():

@@ -4,9 +4,10 @@
     factors   an all-gather of the rows, of ranks with fewer padded with zeros; each rank multiplies all of them
     rest      an all-reduce
 
-A bucket's first steps are timed, as torch sums it and as factors, and what is slower for the slowest rank is not done
-again; nor is what cannot be tried. All that decides is in the header, so that all ranks decide the same, and what is
-dropped is dropped between two passes. Sums run in a thread, in the order of buckets, over connections of their own.
+A bucket's first steps are timed with factors; then, unless its whole gradient would clearly take longer at the rate at
+which they came, as torch sums it. What is slower for the slowest rank is not done again; nor is what cannot be tried.
+All that decides is in the header, so that all ranks decide the same, and what is dropped is dropped between two passes.
+Sums run in a thread of their own, in the order of buckets, over connections of their own.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 dist: Any = torch.distributed  # its stubs leave out what we use
 
 WARM_UP, TRIALS = 1, 2  # steps in each form, before its time counts, and that count
+CLEARLY, ENOUGH_BYTES = 3, 1 << 20  # times; and bytes whose time says what the rate of a link is
 MAX_FAILED = 20  # steps in which a bucket's factors were not its gradients
 NOT_NOW, NEVER = -1, -2
 SAMPLE = 4096  # values of each product that are compared with the other ranks'
@@ -43,23 +45,38 @@ Future = Any  # torch.futures.Future[Tensor]
 
 @dataclass
 class Trial:
-    """How long a bucket's sum took: as torch sums it, and with factors. *Units*: microseconds, the shortest."""
+    """How long a bucket's sum took with factors and as torch sums it. *Units*: microseconds, the shortest; of the whole
+    gradient first an estimate by the rate of the factors, 0 where there is none."""
 
     steps: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
     least_us: dict[bool, int] = field(default_factory=dict)
+    estimate_us: int = 0
     failed: int = 0
+    plain: bool = False  # torch's way is being tried
+    decided: bool = False
 
     def next(self) -> bool:
-        """Whether the next step tries factors: after some as torch sums them, and for as long as nothing is decided."""
-        return self.steps[False] >= WARM_UP + TRIALS
+        """Whether the next step is summed with factors."""
+        return not self.plain
 
     @property
-    def over(self) -> bool:
-        return min(self.steps.values()) >= WARM_UP + TRIALS
+    def times(self) -> tuple[int, int]:
+        """As all ranks are told: of the whole gradient, and with factors."""
+        return self.least_us.get(False, self.estimate_us), self.least_us.get(True, 0)
 
-    @property
-    def hopeless(self) -> bool:
-        return self.failed >= MAX_FAILED and not self.steps[True]
+    def weigh(self, least: Sequence[int], most: Sequence[int]) -> bool:
+        """By all ranks' times, the shortest and the longest of each form: whether factors are to be dropped."""
+        if self.failed >= MAX_FAILED and not self.steps[True]:
+            return True
+        if self.decided or self.steps[True] < WARM_UP + TRIALS:
+            return False
+        if not self.plain:
+            self.decided = least[0] >= CLEARLY * most[1]
+            self.plain = not self.decided
+        elif self.steps[False] >= WARM_UP + TRIALS:
+            self.plain, self.decided = False, True
+            return most[1] >= most[0]
+        return False
 
     def note(self, factored: bool, seconds: float) -> None:
         self.steps[factored] += 1
@@ -133,7 +150,7 @@ class BucketSums:
         if not chosen:
             self.lane.allreduce([buffer.div_(divisor)]).wait()
         else:
-            self._multiply(chosen, divisor)
+            trial.estimate_us = round(1e6 * self._multiply(chosen, divisor, buffer.nbytes))
             whole = [part.gradient for part, count in zip(parts, rows, strict=True) if count <= 0]
             self._reduce([*whole, *others], divisor)
         if not chosen and trial.next():  # a step that could not be tried says nothing of its time
@@ -148,15 +165,13 @@ class BucketSums:
             NEVER if part.weight.impure else len(part.rows[0]) if part.rows and trial.next() else NOT_NOW
             for part in parts
         ]
-        times = [trial.least_us.get(form, 0) for form in (False, True)] if trial.over else [0, 0]
-        told = torch.stack(self._gathered(torch.tensor([*ready, *times, self._products])))
+        told = torch.stack(self._gathered(torch.tensor([*ready, *trial.times, self._products])))
         self._products = 0
         least, most = told.amin(0).tolist(), told.amax(0).tolist()
-        *_, plain_us, factored_us, _ = most
         if least[-1] != most[-1]:
             self._dropped += self.factors.of.values()
             self.tell_unlike()
-        elif trial.hopeless or (trial.over and factored_us >= plain_us):
+        elif trial.weigh(least[-3:-1], most[-3:-1]):
             self._dropped += [part.weight for part in parts]
         else:
             self._dropped += [part.weight for part, lowest in zip(parts, least, strict=False) if lowest == NEVER]
@@ -174,10 +189,13 @@ class BucketSums:
         self.lane.allgather([each], [own]).wait()
         return each
 
-    def _multiply(self, chosen: Sequence[tuple[Part, int]], divisor: int) -> None:
-        """Every rank's rows, padded; their products in the place of the gradients."""
+    def _multiply(self, chosen: Sequence[tuple[Part, int]], divisor: int, num_bytes: int) -> float:
+        """Every rank's rows, padded; their products in the place of the gradients. Returns about how many seconds a sum
+        of ``num_bytes`` would take at this rate, 0 where that cannot be said."""
         own = torch.cat([_padded(side, count) for part, count in chosen for side in part.rows or ()])
+        begin = time.perf_counter()
         everyone = self._gathered(own)
+        gathered_s, received = time.perf_counter() - begin, (self.size - 1) * own.nbytes
         start = 0
         for part, count in chosen:
             out, into = part.gradient.shape
@@ -187,6 +205,8 @@ class BucketSums:
             torch.mm(left.T, right, out=part.gradient)
             self._products ^= checksum(part.gradient)
             start = end
+        summed = 2 * (self.size - 1) / self.size * num_bytes
+        return gathered_s * summed / received if received >= ENOUGH_BYTES else 0.0
 
     def _reduce(self, tensors: Sequence[Tensor], divisor: int) -> None:
         if not tensors:
