@@ -228,13 +228,22 @@ def test_factors_are_tried_first_and_the_whole_gradient_unless_it_would_clearly_
 @pytest.mark.parametrize(("plain_s", "dropped"), [(0.9, True), (1.1, False)])
 def test_what_is_slower_for_the_slowest_is_dropped(plain_s, dropped):
     trial = exchange.Trial({False: 0, True: 3}, {True: 1_000_000}, plain=True)
-    for seconds in (9.0, plain_s, 2.0):
+    for seconds in (2.5, plain_s, 2.0):
         assert not weighed(trial)
         assert not trial.next()
         trial.note(False, seconds)
     assert weighed(trial) == dropped
     assert trial.next()
     assert not weighed(trial), "it is weighed once"
+
+
+def test_a_single_whole_gradient_that_clearly_takes_longer_is_the_last():
+    trial = exchange.Trial({False: 0, True: 3}, {True: 1_000_000}, plain=True)
+    assert not weighed(trial)
+    trial.note(False, 20.0)
+    assert not weighed(trial)
+    assert trial.decided
+    assert trial.next()
 
 
 def test_the_time_of_a_whole_gradient_is_told_by_the_rate_of_the_factors():

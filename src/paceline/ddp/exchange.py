@@ -70,9 +70,10 @@ class Trial:
             return True
         if self.decided or self.steps[True] < WARM_UP + TRIALS:
             return False
-        if not self.plain:
-            self.decided = least[0] >= CLEARLY * most[1]
-            self.plain = not self.decided
+        if (not self.plain or self.steps[False]) and least[0] >= CLEARLY * most[1]:
+            self.plain, self.decided = False, True
+        elif not self.plain:
+            self.plain = True
         elif self.steps[False] >= WARM_UP + TRIALS:
             self.plain, self.decided = False, True
             return most[1] >= most[0]
@@ -80,7 +81,7 @@ class Trial:
 
     def note(self, factored: bool, seconds: float) -> None:
         self.steps[factored] += 1
-        if self.steps[factored] > WARM_UP:
+        if self.steps[factored] > WARM_UP or not factored:
             least = self.least_us.get(factored, 1 << 62)
             self.least_us[factored] = min(least, round(1e6 * seconds))
 
