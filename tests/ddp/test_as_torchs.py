@@ -168,7 +168,7 @@ class Alone:
     def __init__(self, others):
         self.sums, self.others = object.__new__(exchange.BucketSums), others
         self.sums.factors = Factors(nn.Sequential(layer()), 2)
-        self.sums._dropped, self.sums._products, self.sums.tell_unlike = [], 0, lambda: None
+        self.sums._dropped, self.sums._products, self.sums.report_unlike = [], 0, lambda: None
         self.sums._gathered = lambda own: [own, own + torch.tensor(self.others)]
         (self.weight,) = self.sums.factors.of.values()
 

@@ -61,7 +61,7 @@ class Trial:
 
     @property
     def times(self) -> tuple[int, int]:
-        """As all ranks are told: of the whole gradient, and with factors."""
+        """As the header reports them: of the whole gradient, and with factors."""
         return self.least_us.get(False, self.estimate_us), self.least_us.get(True, 0)
 
     def weigh(self, least: Sequence[int], most: Sequence[int]) -> bool:
@@ -100,7 +100,7 @@ class BucketSums:
 
     def __init__(self, factors: Factors, group: Any, store: Any, number: int, timeout: timedelta):
         self.factors, self.group, self.size = factors, group, dist.get_world_size(group)
-        prefix = dist.PrefixStore(f"paceline/ddp/{number}", store)
+        prefix = dist.PrefixStore(f"paceline/ddp/lane/{number}", store)
         self.lane = dist.ProcessGroupGloo(prefix, dist.get_rank(group), self.size, timeout)
         self.trials: dict[str, Trial] = {}
         self.active = True  # False: this rank has joined, and takes part in the others' sums
@@ -166,12 +166,12 @@ class BucketSums:
             NEVER if part.weight.impure else len(part.rows[0]) if part.rows and trial.next() else NOT_NOW
             for part in parts
         ]
-        told = torch.stack(self._gathered(torch.tensor([*ready, *trial.times, self._products])))
+        headers = torch.stack(self._gathered(torch.tensor([*ready, *trial.times, self._products])))
         self._products = 0
-        least, most = told.amin(0).tolist(), told.amax(0).tolist()
+        least, most = headers.amin(0).tolist(), headers.amax(0).tolist()
         if least[-1] != most[-1]:
             self._dropped += self.factors.of.values()
-            self.tell_unlike()
+            self.report_unlike()
         elif trial.weigh(least[-3:-1], most[-3:-1]):
             self._dropped += [part.weight for part in parts]
         else:
@@ -181,7 +181,7 @@ class BucketSums:
             for i, part in enumerate(parts)
         ]
 
-    def tell_unlike(self) -> None:
+    def report_unlike(self) -> None:
         if dist.get_rank(self.group) == 0:
             log.info(UNLIKE)
 

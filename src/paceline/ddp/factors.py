@@ -34,10 +34,10 @@ class Weight:
 
     def __init__(self, name: str, parameter: Tensor):
         self.name, self.parameter = name, parameter
-        dice = torch.Generator().manual_seed(parameter.numel())  # torch's own dice are the script's
+        generator = torch.Generator().manual_seed(parameter.numel())  # torch's default one is the script's
         # of either sign, and none near zero: no row of a gradient is looked at less than another
-        self.probe = 1 + torch.rand(parameter.shape[0], generator=dice, dtype=parameter.dtype)
-        self.probe *= 1 - 2 * torch.randint(0, 2, self.probe.shape, generator=dice)
+        self.probe = 1 + torch.rand(parameter.shape[0], generator=generator, dtype=parameter.dtype)
+        self.probe *= 1 - 2 * torch.randint(0, 2, self.probe.shape, generator=generator)
         self.rows: list[tuple[Tensor, Tensor]] = []
         self.count, self.missed, self.num_checks = 0, False, 0
         self.impure = False  # it has a gradient from elsewhere, however small

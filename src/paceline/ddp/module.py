@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import DistributedDataParallel as Base
 
-from paceline.ddp import import_hook, meeting, stopwatch
+from paceline.ddp import handshake, import_hook, stopwatch
 from paceline.ddp.exchange import UNLIKE, BucketSums
 from paceline.ddp.factors import Factors
 from paceline.ddp.lost_ranks import watch
@@ -65,14 +65,14 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         store = dist.distributed_c10d._get_process_group_store(group)
         factors = None if self._left_to_torch(module) else Factors(module, size)
         weights = list(factors.of.values()) if factors else []
-        number = store.add(f"paceline/ddp/{rank}", 1)  # of those that all ranks have made
-        told = meeting.exchanged(store, number, rank, size, weights)
+        number = store.add(f"paceline/ddp/made/{rank}", 1)  # of those that all ranks have made
+        messages = handshake.exchange(store, number, rank, size, weights)
         sums = None
-        if factors and weights and meeting.alike(told):
+        if factors and weights and handshake.alike(messages):
             sums = BucketSums(factors, group, store, number, _timeout(group))
         elif weights and rank == 0:
             log.info(UNLIKE)
-        watch(group, store, {address for one in told for address in one["addresses"]})
+        watch(group, store, {address for one in messages for address in one["addresses"]})
         return sums
 
     def _left_to_torch(self, module: nn.Module) -> bool:

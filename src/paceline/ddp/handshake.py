@@ -1,4 +1,4 @@
-"""What ranks tell each other as they make a wrapper, over the script's store, before anything that waits for all."""
+"""Handshake of the ranks as they make a wrapper, over the script's store, before any collective operation of ours."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WAIT = timedelta(seconds=60)  # ranks have just verified their parameters togeth
 ROWS = 8, 64  # of the products that are compared
 
 
-def exchanged(store: Any, number: int, rank: int, size: int, weights: Sequence[Weight]) -> list[dict[str, Any]]:
-    """What every rank says; empty where one says nothing, as with torch's own class on that rank."""
+def exchange(store: Any, number: int, rank: int, size: int, weights: Sequence[Weight]) -> list[dict[str, Any]]:
+    """Every rank's message; empty if one sends none within WAIT, as with torch's own class on that rank."""
     own = {"addresses": addresses(), "weights": [_fingerprint(weight) for weight in weights], "machine": _machine()}
-    store.set(f"paceline/ddp/{number}/{rank}", json.dumps(own))
-    keys = [f"paceline/ddp/{number}/{other}" for other in range(size)]
+    store.set(f"paceline/ddp/handshake/{number}/{rank}", json.dumps(own))
+    keys = [f"paceline/ddp/handshake/{number}/{other}" for other in range(size)]
     try:
         store.wait(keys, WAIT)
     except RuntimeError:
@@ -30,9 +30,9 @@ def exchanged(store: Any, number: int, rank: int, size: int, weights: Sequence[W
     return [json.loads(store.get(key)) for key in keys]
 
 
-def alike(told: Sequence[dict[str, Any]]) -> bool:
+def alike(messages: Sequence[dict[str, Any]]) -> bool:
     """Whether all ranks have the same weights to send as factors, and multiply to the same bits."""
-    return bool(told) and all(one[what] == told[0][what] for one in told for what in ("weights", "machine"))
+    return bool(messages) and all(one[what] == messages[0][what] for one in messages for what in ("weights", "machine"))
 
 
 def _machine() -> list[Any]:
@@ -40,9 +40,11 @@ def _machine() -> list[Any]:
 
 
 def _fingerprint(weight: Weight) -> list[Any]:
-    dice, found = torch.Generator().manual_seed(1), list[int]()
+    generator, found = torch.Generator().manual_seed(1), list[int]()
     for rows in ROWS:
-        sides = (torch.randn(rows, n, generator=dice, dtype=weight.parameter.dtype) for n in weight.parameter.shape)
+        sides = (
+            torch.randn(rows, n, generator=generator, dtype=weight.parameter.dtype) for n in weight.parameter.shape
+        )
         left, right = sides
         found.append(checksum(left.T @ right))
     return [weight.name, list(weight.parameter.shape), str(weight.parameter.dtype), *found]
