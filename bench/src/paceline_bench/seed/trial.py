@@ -14,9 +14,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.launch.child_processes import end_with
 from paceline.report.usage import Tree
 from paceline_bench.cluster import mpirun
 from paceline_bench.cluster.namespaces import Cluster
@@ -73,6 +75,8 @@ def run(setup: Setup, job: Job, rate: str | None, show: Show) -> Outcome:
         job = replace(job, way=setup.way, row=setup.row, said=folder, batch=job.batch * setup.over)
         words = ["-m", "paceline_bench.seed.job", job.to_json()]
         cluster = stack.enter_context(Cluster(setup.nodes, rate)) if setup.nodes else None
+        if cluster and setup.mpi:
+            stack.callback(mpirun.end, cluster)  # its daemons on the nodes do not hear of a failure
         errors = stack.enter_context((Path(folder) / "errors").open("w+"))
         before = [cluster.sent_bytes(node) for node in range(setup.nodes)] if cluster else []
         start = time.time()
@@ -115,7 +119,12 @@ def _here(setup: Setup, words: Sequence[str], errors: Any) -> Iterator[subproces
         if setup.way == "paceline":
             pinned += ["-m", "paceline", "run", "--plan", setup.row]
         yield subprocess.Popen(
-            [*pinned, *words], env=environment, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors
+            [*pinned, *words],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=errors,
+            stderr=errors,
+            preexec_fn=partial(end_with, os.getpid()),  # noqa: PLW1509 - one system call, safe beside threads
         )
 
 
