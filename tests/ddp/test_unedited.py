@@ -13,7 +13,7 @@ import pytest
 import torch.nn.parallel.distributed as torch_ddp
 
 from cluster import Cluster
-from machines import needs_cluster
+from machines import Machines, needs_cluster, needs_machines
 from paceline.ddp import import_hook, module
 from paceline.ddp.lost_ranks import LEFT, LostRanks
 from paceline.launch.local import free_port
@@ -94,6 +94,15 @@ def test_a_plan_is_not_asked_of_a_script_that_divides_its_own_work(folder):
 @pytest.mark.dear
 def test_off_leaves_torchs_own(folder):
     assert said(folder, *RUN, "--ddp-off", "--plan", "processes:2", "script.py") == [f"2 {THEIRS} []"]
+
+
+@pytest.mark.dear
+@needs_machines
+def test_over_hosts_whose_own_names_resolve_to_loopback(folder):
+    """Story: gloo took the address of the host's name, 127.0.1.1, and the other host could not connect to it."""
+    with Machines(2) as machines:
+        lines = said(folder, *RUN, "-H", machines.hosts(2), "--ssh", machines.ssh, "script.py")
+    assert sorted(lines) == [f"[node{node}] 2 {OURS} []" for node in range(2)]
 
 
 @pytest.mark.dear

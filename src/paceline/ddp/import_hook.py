@@ -6,16 +6,19 @@ calls `install`. PACELINE_DDP=off leaves torch's own class.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
 VARIABLE, OFF, TORCHS = "PACELINE_DDP", "off", "torch"  # torch's: ours, with torch's sums, for comparisons
+OWN = "own"  # the script makes its process group itself, and `paceline run` has started it
 TIMED = "PACELINE_DDP_TIMED"  # the file in which `paceline.ddp.stopwatch` says what it found
 INHERITED = str(Path(__file__).parent / "inherited")
 
@@ -31,10 +34,26 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 def install() -> None:
     if os.environ.get(VARIABLE) == OFF:
         return
+    if os.environ.get(VARIABLE) == OWN and (name := _interface()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if "torch" in sys.modules:
         replace()
     elif not any(isinstance(finder, _AfterTorch) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterTorch())
+
+
+def _interface() -> str:
+    """The network interface on the route to rank 0, empty if that is a loopback one. Gloo takes the address of the
+    host's name instead, which Debian resolves to 127.0.1.1."""
+    import psutil
+
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+        line.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 1))  # sends nothing
+        used = line.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(each.address == used for each in addresses) and not used.startswith("127."):
+                return name
+    return ""
 
 
 def replace() -> None:
