@@ -342,7 +342,7 @@ def test_every_way_outlives_a_killed_node(way):
 
 @pytest.mark.dear
 @needs_machines
-@pytest.mark.parametrize(("cut_off", "go_on"), [((1, 2), (0, 3)), ((0, 2), (0, 2)), ((2,), (0, 1, 3))])
+@pytest.mark.parametrize(("cut_off", "go_on"), [((1, 2), (0, 3)), ((0, 2), (0, 2))])
 def test_of_two_parts_one_goes_on(cut_off, go_on):
     """The larger one; of two halves, that with rank 0, wherever the launcher is."""
     (one,) = played(Fault(faults.PARTITION, cut_off, 13.0), nodes=4)
@@ -351,10 +351,9 @@ def test_of_two_parts_one_goes_on(cut_off, go_on):
 
 @pytest.mark.dear
 @needs_machines
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_stopped_node_is_given_up_and_comes_back_to_nothing(victim):
-    (one,) = played(Fault(faults.STOP, (victim,), 13.0))
-    assert one.left == tuple({0, 1, 2} - {victim})
+def test_a_stopped_node_is_given_up_and_comes_back_to_nothing():
+    (one,) = played(Fault(faults.STOP, (0,), 13.0))
+    assert one.left == (1, 2)
 
 
 # what is said

@@ -137,7 +137,7 @@ def test_a_script_that_ends_too_soon_to_be_timed_is_told(folder):
     command = [sys.executable, "-m", "paceline", "plan", "--rows", "processes:1", "script.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2
-    assert "it ended before 18 passes under DistributedDataParallel" in done.stdout
+    assert "it ended before 18 steps under DistributedDataParallel" in done.stdout
     assert "script.py could not be timed" in done.stderr
 
 

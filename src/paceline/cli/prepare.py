@@ -19,6 +19,7 @@ from paceline.checkpoint.run_lock import check_free
 from paceline.cli.attach import follow
 from paceline.cli.measuring import Measuring
 from paceline.cli.options import console
+from paceline.ddp import import_hook
 from paceline.environment import wait_s
 from paceline.launch import detach, local
 from paceline.launch.child_processes import ChildProcesses
@@ -232,14 +233,17 @@ def check_script(command: list[str]) -> None:
         raise ValueError(f"no script at {command[0]!r}; give the path of a Python file, or -m and a module")
 
 
-def plan_of_ddp(command: list[str], choice: str) -> str:
-    """The value of --plan for a script that divides its own work among processes, which no plan could do better."""
-    if choice != "auto" or not (used := ddp_script.used(command)):
+def plan_of_ddp(command: list[str], choice: str, hosts: str | None) -> str:
+    """The value of --plan for a script that divides its own work among processes, which no plan could do better. Says
+    in the environment who starts them."""
+    if not (used := ddp_script.used(command)):
         return choice
-    console.print(
-        f"{command[0]} uses {used}: a process on each node, and with --plan {registry.PROCESSES}:k so many, each with "
-        f"a batch of its own"
-    )
+    script = used in ddp_script.STARTS_PROCESSES and choice == "auto" and not hosts
+    os.environ.setdefault(import_hook.STARTED_BY, import_hook.SCRIPT if script else import_hook.RUN)
+    if choice != "auto":
+        return choice
+    many = f"a process on each node, and with --plan {registry.PROCESSES}:k so many, each with a batch of its own"
+    console.print(f"{command[0]} uses {used}: {'it starts its processes itself' if script else many}")
     return registry.BASELINE
 
 

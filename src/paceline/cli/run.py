@@ -12,7 +12,6 @@ from paceline.cli import options, over_ssh, prepare
 from paceline.cli.options import listed
 from paceline.data.load_balance import parse_shares
 from paceline.ddp import import_hook
-from paceline.planner import ddp_script
 
 
 def run(
@@ -70,9 +69,7 @@ def run(
     prepare.set_wait(wait)
     if ddp_off:
         os.environ[import_hook.VARIABLE] = import_hook.OFF
-    elif ddp_script.used(command):
-        os.environ.setdefault(import_hook.VARIABLE, import_hook.OWN)
-    plan = prepare.plan_of_ddp(command, plan)
+    plan = prepare.plan_of_ddp(command, plan, hosts)
     how = prepare.Start(hosts, nodes, 0 if join else restarts, env, python, address, ssh_command, send)
     joining = prepare.join_environment(join, nodes, hosts)
     if detach:

@@ -7,39 +7,54 @@ calls `install`. PACELINE_DDP=off leaves torch's own class.
 from __future__ import annotations
 
 import contextlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import socket
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+
+from paceline.ddp import after_import
 
 VARIABLE, OFF, TORCHS = "PACELINE_DDP", "off", "torch"  # torch's: ours, with torch's sums, for comparisons
-OWN = "own"  # the script makes its process group itself, and `paceline run` has started it
 TIMED = "PACELINE_DDP_TIMED"  # the file in which `paceline.ddp.stopwatch` says what it found
+# who starts the processes of a script that makes its process group itself: `paceline run`, or the script's library
+STARTED_BY, RUN, SCRIPT = "PACELINE_DDP_STARTED_BY", "run", "script"
+RANKS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"
+ELASTIC = "TORCHELASTIC_RUN_ID"  # by which libraries know that all processes are started for them
 INHERITED = str(Path(__file__).parent / "inherited")
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """The variables by which a process and its children have the class; ``given``: its other variables."""
-    if given.get(VARIABLE) == OFF:
+    if given.get(VARIABLE) == OFF and not given.get(STARTED_BY):
         return {}
     before = [path for path in given.get("PYTHONPATH", "").split(os.pathsep) if path and path != INHERITED]
     return {"PYTHONPATH": os.pathsep.join([INHERITED, *before])}
 
 
 def install() -> None:
-    if os.environ.get(VARIABLE) == OFF:
-        return
-    if os.environ.get(VARIABLE) == OWN and (name := _interface()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    if "torch" in sys.modules:
-        replace()
-    elif not any(isinstance(finder, _AfterTorch) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterTorch())
+    _say_who_starts()
+    after_import.call("accelerate", _together)
+    if os.environ.get(VARIABLE) != OFF:
+        after_import.call("torch", replace)
+
+
+def _say_who_starts() -> None:
+    starts = os.environ.get(STARTED_BY)
+    if starts == SCRIPT:
+        for name in (*RANKS, STARTED_BY):  # its children are given ranks by it
+            os.environ.pop(name, None)
+    elif starts == RUN:
+        os.environ.setdefault(ELASTIC, "paceline")
+        if name := _interface():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _together() -> None:
+    """Without a GPU, Accelerate's processes train each alone and do not say so, unless this variable is set."""
+    import torch
+
+    if os.environ.get("WORLD_SIZE", "1") != "1" and not torch.accelerator.is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 def _interface() -> str:
@@ -65,38 +80,3 @@ def replace() -> None:
 
         for home in (parallel, parallel.distributed):
             home.DistributedDataParallel = DistributedDataParallel  # type: ignore[attr-defined]
-
-
-class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Finds torch as everyone else would, and has `replace` called when it is there. Many only look whether it is."""
-
-    looking = False
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "torch" or self.looking:
-            return None
-        self.looking = True
-        try:
-            spec = importlib.util.find_spec("torch")
-        finally:
-            self.looking = False
-        if spec and spec.loader:
-            spec.loader = _Loader(spec.loader)
-        return spec
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, own: importlib.abc.Loader):
-        self.own = own
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self.own.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__:
-            module.__spec__.loader = module.__loader__ = self.own
-        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AfterTorch)]
-        self.own.exec_module(module)
-        replace()

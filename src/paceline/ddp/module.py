@@ -55,7 +55,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         if self._stopwatch and torch.is_grad_enabled():
-            self._stopwatch.forward((*inputs, *options.values()))
+            self._stopwatch.forward((*inputs, *options.values()), self.require_backward_grad_sync)
         return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]
 
     def _made(self, module: nn.Module) -> BucketSums | None:

@@ -1,4 +1,4 @@
-"""Times the passes of a script under DistributedDataParallel, then ends it: for `paceline plan`."""
+"""Times the steps of a script under DistributedDataParallel, then ends it: for `paceline plan`."""
 
 from __future__ import annotations
 
@@ -12,29 +12,34 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.utils._pytree import tree_leaves
 
 from paceline.ddp.import_hook import TIMED as TIMED_IN
 
-BEFORE, TIMED = 8, 10  # passes: buckets are made anew after one, and ours tries two forms of them
+BEFORE, TIMED = 8, 10  # steps: buckets are made anew after one, and ours tries two forms of them
 
 
 class Stopwatch:
-    """Every rank of ``group`` has one, and all stop it in the same pass."""
+    """Every rank of ``group`` has one, and all stop it in the same step."""
 
     def __init__(self, path: str, group: Any):
         self.path, self.group = Path(path), group
-        self.passes, self.seconds, self.begun_s, self.rows = 0, list[float](), 0.0, 0
+        self.steps, self.seconds, self.begun_s, self.rows = 0, list[float](), 0.0, 0
+        self.between_steps = True
 
-    def forward(self, inputs: Any) -> None:
-        """Called as a forward pass begins; the time until the next one is a step's, its data included."""
-        now = time.perf_counter()
-        if self.passes > BEFORE:
-            self.seconds.append(now - self.begun_s)
-        if self.passes == BEFORE + TIMED:
-            self._end()
-        self.passes, self.begun_s = self.passes + 1, now
-        tensors = [each for each in inputs if isinstance(each, torch.Tensor) and each.dim()]
-        self.rows = len(tensors[0]) if tensors else 0
+    def forward(self, inputs: Any, synchronised: bool) -> None:
+        """Called as a forward pass begins. A step ends with the first pass whose gradients are ``synchronised``; the
+        time until the next pass is the step's, its data included."""
+        if self.between_steps:
+            now = time.perf_counter()
+            if self.steps > BEFORE:
+                self.seconds.append(now - self.begun_s)
+            if self.steps == BEFORE + TIMED:
+                self._end()
+            self.steps, self.begun_s, self.rows = self.steps + 1, now, 0
+        tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.dim()]
+        self.rows += len(tensors[0]) if tensors else 0
+        self.between_steps = synchronised
 
     def _end(self) -> None:
         dist: Any = torch.distributed

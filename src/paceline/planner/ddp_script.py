@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -16,25 +17,54 @@ from paceline.planner.measure.fresh_process import run_in_process
 from paceline.registry import PROCESSES
 
 USES = re.compile(
-    r"\b(DistributedDataParallel|init_process_group|TrainingArguments)\b"
-    r"|^\s*(?:from|import)\s+(accelerate|lightning|pytorch_lightning)\b",
+    r"^\s*(?:from|import)\s+(accelerate|lightning|lightning_fabric|pytorch_lightning|trl)\b"
+    r"|\b(DistributedDataParallel|init_process_group|\w*TrainingArguments)\b",
     re.MULTILINE,
 )
-LIMIT_S = 600.0
+STARTS_PROCESSES = "lightning", "lightning_fabric", "pytorch_lightning"
+ITSELF = "DistributedDataParallel", "init_process_group"  # what a script calls that uses no library
+STEPS, LIMIT_S = 18, 600.0  # of `paceline.ddp.stopwatch`
 
 
 def used(command: Sequence[str]) -> str:
-    """What of torch's or a library's data parallelism a script uses that knows nothing of paceline; else empty."""
+    """What of torch's or a library's data parallelism a script uses that does not call `paceline.join`; else empty."""
     if command[0] == "-m":
         return ""
     text = Path(command[0]).read_text(errors="replace")
-    found = USES.search(text)
-    return (found[1] or found[2]) if found and "paceline" not in text else ""
+    found = list(USES.finditer(text))
+    # a library's own name before those of torch that stand in the script as well
+    names = [each[1] for each in found if each[1]] + [each[2] for each in found if each[2]]
+    return "" if not names or _joins(text) else names[0]
+
+
+def _joins(text: str) -> bool:
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except SyntaxError:  # which Python will show
+        return False
+    ours = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in nodes
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name.partition(".")[0] == "paceline"
+    }
+    imported = (
+        alias.name
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "paceline"
+        for alias in node.names
+    )
+    called = (
+        isinstance(node, ast.Attribute) and node.attr == "join" and ast.unparse(node.value).partition(".")[0] in ours
+        for node in nodes
+    )
+    return any(called) or any(name != "DistributedDataParallel" for name in imported)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """*Units*: seconds from one forward pass to the next, of the slowest rank. ``rows``: of a rank's pass; 0: unknown.
+    """*Units*: seconds of a step, of the slowest rank. ``rows``: of a rank's step, all its passes; 0: unknown.
     ``error``: why it could not be timed."""
 
     name: str
@@ -55,32 +85,40 @@ class Timing:
 
 
 def timings(command: Sequence[str], ranks: int, show: Callable[[str], None]) -> list[Timing]:
-    """One process, then ``ranks`` of them with torch's class and with ours."""
-    found = [_timed(command, "1 process", 1, import_hook.TORCHS, show)]
+    """One process, then ``ranks`` of them with torch's class and with ours. A library wraps no model of one process."""
+    name, found = used(command), []
+    if name in ITSELF:
+        found.append(_timed(command, ("--plan", f"{PROCESSES}:1"), "1 process", 1, import_hook.TORCHS, show))
+    else:
+        ranks = max(ranks, 2)
     if ranks > 1:
-        found.append(_timed(command, f"{ranks} processes, torch's class", ranks, import_hook.TORCHS, show))
-        found.append(_timed(command, f"{ranks} processes, paceline's class", ranks, "", show))
+        launch = () if name in STARTS_PROCESSES else ("--plan", f"{PROCESSES}:{ranks}")
+        for whose, kind in (("torch's", import_hook.TORCHS), ("paceline's", "")):
+            found.append(_timed(command, launch, f"{ranks} processes, {whose} class", ranks, kind, show))
     return found
 
 
-def _timed(command: Sequence[str], name: str, ranks: int, kind: str, show: Callable[[str], None]) -> Timing:
+def _timed(
+    command: Sequence[str], launch: Sequence[str], name: str, ranks: int, kind: str, show: Callable[[str], None]
+) -> Timing:
     show(f"trying {name}")
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         path = Path(folder) / "said.json"
-        launch = [sys.executable, "-m", "paceline", "run", "--plan", f"{PROCESSES}:{ranks}"]
-        ended = run_in_process([*launch, *command], {import_hook.TIMED: str(path), import_hook.VARIABLE: kind}, LIMIT_S)
+        start = [sys.executable, "-m", "paceline", "run", *launch]
+        ended = run_in_process([*start, *command], {import_hook.TIMED: str(path), import_hook.VARIABLE: kind}, LIMIT_S)
         if path.exists():
-            return Timing(name, **{"ranks": ranks, **json.loads(path.read_text())})
+            said = json.loads(path.read_text())
+            return Timing(name.replace(str(ranks), str(said["ranks"]), 1), **said)
     if ended.code is None:
-        return Timing(name, ranks, error=f"18 passes took more than {LIMIT_S:.0f} s")
-    return Timing(name, ranks, error=f"it ended before 18 passes under DistributedDataParallel ({ended.last_line})")
+        return Timing(name, ranks, error=f"{STEPS} steps took more than {LIMIT_S:.0f} s")
+    return Timing(name, ranks, error=f"it ended before {STEPS} steps under DistributedDataParallel ({ended.last_line})")
 
 
 def report(found: Sequence[Timing], cores: int) -> list[str]:
     """Lines for people; what `join` would add is the last."""
     lines = [one.words(found[0]) for one in found]
-    if len(found) > 2 and found[1].step_s and found[2].step_s:
-        lines.append(f"paceline's class: {found[1].step_s / found[2].step_s:.2f}x torch's")
+    if len(found) > 1 and found[-2].step_s and found[-1].step_s:
+        lines.append(f"paceline's class: {found[-2].step_s / found[-1].step_s:.2f}x torch's")
     if os.environ.get("OMP_NUM_THREADS") is None and len(found) > 1:
         lines.append(f"each process had its part of {cores} cores")
     lines.append(
