@@ -21,6 +21,7 @@ from paceline import errors
 from paceline.messages import (
     DENSE,
     Bucket,
+    BucketSizes,
     CodecRun,
     CommCost,
     ExchangeTraffic,
@@ -216,6 +217,7 @@ class Engine(EngineTraits, EngineState, EngineOnNode):
     # the names in a vote's `terms`: of the loss's components; of the metric's values, a sum and a weight of each
     terms: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
     num_local_samples: int | None = None  # samples of the next share, where an assignment divides the batch
+    bucket_sizes: BucketSizes = BucketSizes()
 
     def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
         raise NotImplementedError
@@ -281,6 +283,7 @@ class Codec:
     has_residual = False  # its state contains values that were not sent
     wire = "the gradient's own type"
     takes_over: tuple[str, ...] = ()
+    bucket_bytes: float = 0  # of a bucket that is worth its collectives, where they are small; 0: as without a codec
 
     def init(self, bucket: Bucket, seed: int) -> Any:
         """The state before the first step, the same on every node."""

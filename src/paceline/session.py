@@ -36,6 +36,7 @@ from paceline.launch.signals import RESUME_CODE
 from paceline.launch.supervise import process_status
 from paceline.link.net.auth import secret_of_environment
 from paceline.link.net.collective_run import Collective
+from paceline.messages import BucketSizes
 from paceline.pace import Pace
 from paceline.planner import plan_cache
 from paceline.planner.diagnose import equivalence
@@ -218,6 +219,7 @@ def _parts(request: _Request, row: str, world: LaunchEnvironment, job: Job) -> _
     codec, encodes = registry.made("codec", request.codec)
     parts = _Parts(row, engine, synchronises, encodes, exchange, codec)
     engine.seed, engine.accumulate = job.seed, job.accumulate
+    engine.bucket_sizes = _bucket_sizes(parts.codec, parts.exchange)
     if job.precision or not own:  # an object has its own
         engine.numerics = dataclasses.replace(numerics, precision=job.precision) if job.precision else numerics
     if job.forward:
@@ -232,6 +234,13 @@ def _parts(request: _Request, row: str, world: LaunchEnvironment, job: Job) -> _
     if against:
         raise ValueError(f"join: {'; '.join(against)}")
     return parts
+
+
+def _bucket_sizes(codec: Codec, exchange: Exchange) -> BucketSizes:
+    """Few buckets where a codec's collectives are small; a weight that may be sent as factors has one of its own."""
+    least, usual = codec.bucket_bytes, BucketSizes()
+    linear = usual.linear if exchange.factors else max(least, usual.linear)
+    return BucketSizes(max(least, usual.alone), linear, max(least, usual.full))
 
 
 def _linked(

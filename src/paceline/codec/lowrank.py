@@ -4,7 +4,8 @@
     Q = sum of M.T P                       (columns, r), kept for the next step (warm start)
     the gradient is P Q.T, of which this node has sent P (M.T P).T
 
-*Use* as ``feedback/lowrank:2``. Vectors, and matrices that this makes less than ``min_rate`` times smaller, are sent
+*Use* as ``feedback/lowrank:2``, with ``exchange="allreduce:forms=dense"``: then all parameters share few buckets, and
+a step has few collectives, instead of two for each large weight. Vectors, and matrices that this makes less than ``min_rate`` times smaller, are sent
 whole in the first sum.
 *Cost*: 2 (N - 1) / N r (rows + columns) numbers instead of 2 (N - 1) / N rows columns, and 4 r rows columns
 floating-point operations, twice with feedback.
@@ -33,6 +34,7 @@ class Codec(contract.Codec):
 
     fidelity = "approximate"
     needs_feedback = True
+    bucket_bytes = 32 << 20
 
     def __init__(self, rank: int = 2, min_rate: float = 2.0):
         if not (isinstance(rank, int) and rank >= 1):

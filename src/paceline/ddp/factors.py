@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from paceline.engine.compute.gradient_hooks import cut
+from paceline.messages import BucketSizes
 
 ROUNDING = 64  # units in the last place by which two sums in another order may differ
 FIRST, EVERY = 4, 50  # steps that are checked row by row
 CHUNK = 256  # rows of a gradient at a time
-LEAST_BYTES = 1 << 15  # of a weight; of fewer the sum takes no longer than finding out
+SIZES = BucketSizes()
 
 
 class Weight:
@@ -92,8 +93,8 @@ class Factors:
         parameters, self.size = dict(module.named_parameters()), size
         self.weights = {
             id(layers[0]): Weight(name, parameters[name])
-            for name, layers in cut(module)[1].items()
-            if len(layers) == 1 and parameters[name].nbytes >= LEAST_BYTES and _plain(parameters[name])
+            for name, layers in cut(module, sizes=SIZES)[1].items()
+            if len(layers) == 1 and _plain(parameters[name])
         }
         self.of = {id(weight.parameter): weight for weight in self.weights.values()}
 

@@ -56,7 +56,7 @@ from paceline.engine.compute.pipeline_schedule import (
 from paceline.engine.compute.precision import Numerics
 from paceline.engine.compute.rng import ThreadRng, seeds
 from paceline.engine.node import affinity, cgroup_limits
-from paceline.messages import Bucket, Gradient
+from paceline.messages import Bucket, BucketSizes, Gradient
 
 PRESET = "preset"
 Compute = Callable[[], Tensor | None]
@@ -107,7 +107,7 @@ class Stages(LocalStep):
         self.schedule, self.cuts = schedule, cuts
         self.backward: Pipelined | None = None
 
-    def hooked(self, model: nn.Module, numerics: Numerics) -> Backward:
+    def hooked(self, model: nn.Module, numerics: Numerics, sizes: BucketSizes) -> Backward:
         cpus, allowed = os.sched_getaffinity(0), -(-cgroup_limits.cores() // self.num_processes)
         parts = [affinity.share(i, self.num_stages, cpus, allowed=allowed) for i in range(self.num_stages)]
         self.backward = Pipelined(model, SCHEDULES[self.schedule], parts, self.cuts)

@@ -19,7 +19,7 @@ class Wrapper(contract.Codec):
         self.inner = inner
         self.fidelity, self.wire, self.kinds = inner.fidelity, inner.wire, inner.kinds
         self.takes_over, self.has_residual, self.scaled = inner.takes_over, inner.has_residual, inner.scaled
-        self.needs_feedback = inner.needs_feedback
+        self.needs_feedback, self.bucket_bytes = inner.needs_feedback, inner.bucket_bytes
 
     def init(self, bucket: Bucket, seed: int) -> Any:
         return self.inner.init(bucket, seed)

@@ -23,11 +23,9 @@ from torch.nn.modules.module import _global_forward_hooks
 
 from paceline.engine.checks import loss_graph
 from paceline.engine.compute.matmul import has_own_forward
-from paceline.messages import FACTORS, Bucket, Gradient
+from paceline.messages import FACTORS, Bucket, BucketSizes, Gradient
 
-ALONE_BYTES = 1 << 20  # a parameter this large has its own bucket
-LINEAR_BYTES = 1 << 16  # so has a fully-connected weight this large, since it may be sent as factors
-BUCKET_BYTES = 4 << 20
+SIZES = BucketSizes()
 
 
 def _only_looks(hook: Any) -> bool:
@@ -40,7 +38,9 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward and not has_own_forward(module)
 
 
-def cut(model: nn.Module, find_linear: bool = True) -> tuple[tuple[Bucket, ...], dict[str, list[nn.Linear]]]:
+def cut(
+    model: nn.Module, find_linear: bool = True, sizes: BucketSizes = SIZES
+) -> tuple[tuple[Bucket, ...], dict[str, list[nn.Linear]]]:
     """Buckets in backward order, and the modules of each weight that may be sent as factors."""
     linears: dict[int, list[nn.Linear]] = {}
     uses: dict[int, int] = {}
@@ -56,16 +56,16 @@ def cut(model: nn.Module, find_linear: bool = True) -> tuple[tuple[Bucket, ...],
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for name, parameter in reversed(trainable):
         own = find_linear and id(parameter) in linears and uses[id(parameter)] == 1 and not parameter.is_complex()
-        if own and parameter.nbytes >= LINEAR_BYTES:
+        if own and parameter.nbytes >= sizes.linear:
             factored[name] = linears[id(parameter)]
             buckets.append(([(name, parameter)], True))
-        elif parameter.nbytes >= ALONE_BYTES:
+        elif parameter.nbytes >= sizes.alone:
             buckets.append(([(name, parameter)], False))
         else:
             key = (parameter.dtype, parameter.device)
             bucket = open_buckets.setdefault(key, [])
             bucket.append((name, parameter))
-            if sum(p.nbytes for _, p in bucket) >= BUCKET_BYTES:
+            if sum(p.nbytes for _, p in bucket) >= sizes.full:
                 buckets.append((open_buckets.pop(key), False))
     buckets += [(bucket, False) for bucket in open_buckets.values()]
     return tuple(
@@ -159,10 +159,10 @@ def _shared(grad: Tensor, early: bool) -> bool:
 class Backward:
     """Hooks on a model that turn each of its backward passes into gradients by bucket."""
 
-    def __init__(self, model: nn.Module, hook_layers: bool = True):
+    def __init__(self, model: nn.Module, hook_layers: bool = True, sizes: BucketSizes = SIZES):
         """``hook_layers``: record the factors of fully-connected layers; not for a compiled model."""
         _own_uses()  # cached here: within a backward pass it cannot be measured
-        self.buckets, factored = cut(model, hook_layers)
+        self.buckets, factored = cut(model, hook_layers, sizes)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names = tuple(name for bucket in self.buckets for name in bucket.names)
         self._pass: Pass | None = None
