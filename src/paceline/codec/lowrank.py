@@ -5,8 +5,8 @@
     the gradient is P Q.T, of which this node has sent P (M.T P).T
 
 *Use* as ``feedback/lowrank:2``, with ``exchange="allreduce:forms=dense"``: then all parameters share few buckets, and
-a step has few collectives, instead of two for each large weight. Vectors, and matrices that this makes less than ``min_rate`` times smaller, are sent
-whole in the first sum.
+a step has few collectives instead of two for each large weight. Vectors, and matrices that this makes less than
+``min_rate`` times smaller, are sent whole in the first sum.
 *Cost*: 2 (N - 1) / N r (rows + columns) numbers instead of 2 (N - 1) / N rows columns, and 4 r rows columns
 floating-point operations, twice with feedback.
 *Invariants*: P and Q are the same on all nodes; r >= the rank of every node's matrix: exact; the sum of what all nodes
