@@ -31,7 +31,7 @@ from paceline.engine.node.several_optimizers import as_one
 from paceline.environment import LaunchEnvironment
 from paceline.errors import CheckpointError, LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
 from paceline.job import Job
-from paceline.launch.machine import survey
+from paceline.launch.machine import memory_bytes, survey
 from paceline.launch.signals import RESUME_CODE
 from paceline.launch.supervise import process_status
 from paceline.link.net.auth import secret_of_environment
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from paceline.elastic.joiner import JoiningLink
 
 _joined: list[Pace] = []  # the sessions of this process that have not ended
+TEMPORARIES = 5  # tensors of all gradients that a codec with a residual has at once
+
 _joins = itertools.count()  # every process joins in the same order, so each join is a separate rendezvous
 
 
@@ -166,10 +168,10 @@ def _train(request: _Request, job: Job, world: LaunchEnvironment, given: torch.n
     secret_of_environment()  # removes the secret from the environment of child processes
     row = _row(request, world, job)
     sys.excepthook = _one_line(sys.excepthook)
-    affinity.keep()
     if collective := os.environ.get("PACELINE_COLLECTIVE", ""):
         Collective(collective)  # raises an error for an unknown name before the rendezvous
     parts = _parts(request, row, world, job)
+    affinity.keep(_temporary_bytes(job.model, parts.codec))
     members, joining_link = _linked(world, job.model, encrypted, collective)
     wrappers = wrapped_models.Wrappers(given)
     try:
@@ -234,6 +236,12 @@ def _parts(request: _Request, row: str, world: LaunchEnvironment, job: Job) -> _
     if against:
         raise ValueError(f"join: {'; '.join(against)}")
     return parts
+
+
+def _temporary_bytes(model: torch.nn.Module, codec: Codec) -> int:
+    """What a codec with a residual makes of all gradients in a step and frees, as far as this machine's memory allows."""
+    gradients = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+    return min(TEMPORARIES * gradients, memory_bytes() // 8) if codec.has_residual else 0
 
 
 def _bucket_sizes(codec: Codec, exchange: Exchange) -> BucketSizes:

@@ -4,7 +4,7 @@ The affinity of all threads that have the process's initial mask is narrowed, an
 see all cores of a machine but have a CPU quota of fewer: threads are limited to the quota.
 
 Heap memory that a step frees is kept for the next step. By default glibc returns it to the kernel and faults it in
-again, page by page, a third of a small convolutional network's step. At most KEPT_BYTES are kept unused.
+again, page by page, a third of a small convolutional network's step. At most KEPT_BYTES are kept unused, and what a codec needs besides.
 """
 
 from __future__ import annotations
@@ -54,17 +54,21 @@ def move(source: set[int], target: set[int]) -> None:
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT_BYTES = 128 << 20
 LARGE_BYTES = 32 << 20  # the maximum that glibc accepts
+MAX_INT = (1 << 31) - 1  # of malloc's options
 
 
-def keep() -> bool:
-    """Keeps freed heap memory from now on. False without glibc, or where the user has set its malloc options."""
+def keep(more: int = 0) -> bool:
+    """Keeps freed heap memory from now on, KEPT_BYTES and ``more``. False without glibc, or where the user has set its
+    malloc options."""
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
     if any(name in os.environ for name in names) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return bool(mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)) and bool(mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
+    return bool(mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)) and bool(
+        mallopt(M_TRIM_THRESHOLD, min(KEPT_BYTES + more, MAX_INT))
+    )
 
 
 def release() -> None:
