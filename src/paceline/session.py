@@ -44,12 +44,12 @@ from paceline.planner.measure import stopwatch
 from paceline.report.log import configure, log
 from paceline.training import Training
 
+TEMPORARIES = 5  # tensors of all gradients that a codec with a residual has at once
+
 if TYPE_CHECKING:
     from paceline.elastic.joiner import JoiningLink
 
 _joined: list[Pace] = []  # the sessions of this process that have not ended
-TEMPORARIES = 5  # tensors of all gradients that a codec with a residual has at once
-
 _joins = itertools.count()  # every process joins in the same order, so each join is a separate rendezvous
 
 
@@ -239,7 +239,7 @@ def _parts(request: _Request, row: str, world: LaunchEnvironment, job: Job) -> _
 
 
 def _temporary_bytes(model: torch.nn.Module, codec: Codec) -> int:
-    """What a codec with a residual makes of all gradients in a step and frees, as far as this machine's memory allows."""
+    """Of what a codec with a residual makes of all gradients in a step, and frees; a part of this machine's memory."""
     gradients = sum(each.nbytes for each in model.parameters() if each.requires_grad)
     return min(TEMPORARIES * gradients, memory_bytes() // 8) if codec.has_residual else 0
 

@@ -6,14 +6,17 @@ import torch
 import ranks
 from nodes import Rank, build, rows
 from paceline.exchange.allreduce import Exchange
-from paceline.messages import DENSE
+from paceline.messages import DENSE, BucketSizes
+from paceline.registry import parse
 
 CODECS = ("feedback/lowrank:1", "lowrank:rank=64,min_rate=0", "feedback/qsgd", "qsgd", "lossless/feedback/lowrank:1")
 DATA = [rows(24, seed) for seed in range(5)]
 
 
-def train(link, codec, groups=None, steps=5, packed="never"):
-    rank = Rank(link, build(), exchange=Exchange(DENSE, packed), codec=codec)
+def train(link, codec, groups=None, steps=5, packed="never", row="sequential", sizes=None):
+    engine = parse("engine", row)
+    engine.bucket_sizes = sizes or BucketSizes()
+    rank = Rank(link, build(), exchange=Exchange(DENSE, packed), codec=codec, engine=engine)
     if groups:
         rank.exchange.choice.groups = groups
     rank.train(DATA[:steps])
@@ -39,6 +42,18 @@ def test_replicas_stay_bit_equal_however_buckets_are_merged(codec, size):
 def test_full_width_equals_none(size):
     exact = ranks.run(size, lambda link: train(link, "none"))[0][0]
     found = ranks.run(size, lambda link: train(link, "lowrank:rank=64,min_rate=0"))[0][0]
+    for name, want in exact.items():
+        if want.is_floating_point():
+            assert float((found[name] - want).norm()) <= 1e-12 * float(want.norm()), name
+
+
+@pytest.mark.parametrize("row", ["sequential", "replicas:2", "pipeline:2", "reproducible:4"])
+def test_one_bucket_of_all_weights_gives_the_same(row):
+    """In every engine: nodes of unlike engines have the same buckets."""
+    exact = ranks.run(2, lambda link: train(link, "none", row=row))[0][0]
+    whole = BucketSizes(1 << 30, 1 << 30, 1 << 30)
+    found, _, count = ranks.run(2, lambda link: train(link, "lowrank:rank=64,min_rate=0", row=row, sizes=whole))[0]
+    assert count == 1
     for name, want in exact.items():
         if want.is_floating_point():
             assert float((found[name] - want).norm()) <= 1e-12 * float(want.norm()), name

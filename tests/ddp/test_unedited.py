@@ -17,6 +17,7 @@ from machines import Machines, needs_cluster, needs_machines
 from paceline.ddp import import_hook, module
 from paceline.ddp.lost_ranks import LEFT, LostRanks
 from paceline.launch.local import free_port
+from paceline.planner import ddp_script
 
 pytestmark = pytest.mark.long
 OURS, THEIRS = "paceline.ddp.module", "torch.nn.parallel.distributed"
@@ -291,3 +292,26 @@ def test_who_stood_still_itself_takes_nobody_for_lost(monkeypatch):
 
 def test_the_path_of_the_folder_is_in_the_package():
     assert (Path(import_hook.INHERITED) / "sitecustomize.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "uses", "starts"),
+    [
+        ("from torch.nn.parallel import DistributedDataParallel", "DistributedDataParallel", False),
+        ("from paceline import DistributedDataParallel, __version__", "DistributedDataParallel", False),
+        ("import paceline\nDistributedDataParallel\npaceline.join(model)", "", False),
+        ("import paceline as pace\nDistributedDataParallel\npace.join(model)", "", False),
+        ("import os\nDistributedDataParallel\nos.path.join('a')", "DistributedDataParallel", False),
+        ("import lightning as L\nL.Trainer(devices=2, strategy='paceline')", "lightning", True),
+        ("import lightning as L\nL.seed_everything(1)\ndist.init_process_group('gloo')", "lightning", False),
+        ("from transformers import Seq2SeqTrainingArguments", "Seq2SeqTrainingArguments", False),
+        ("from accelerate import Accelerator\nDistributedDataParallel", "accelerate", False),
+        ("print('a plain script')", "", False),
+    ],
+)
+def test_what_a_script_uses_is_read_in_it(text, uses, starts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(text)
+    for command in (["train.py"], ["-m", "train"]):
+        assert (ddp_script.used(command), ddp_script.starts_processes(command)) == (uses, starts)
+    assert ddp_script.used(["-m", "nowhere.train"]) == ""

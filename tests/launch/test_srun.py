@@ -9,7 +9,6 @@ import torch
 import slurm
 from launching import HERE, assert_as_four_here, environment, launch
 from needs import needs
-from paceline.cli.options import listed
 
 pytestmark = needs(slurm=slurm.unavailable())
 JOINED = HERE / "scripts" / "joined.py"
@@ -60,38 +59,3 @@ def test_unevenly_distributed_tasks_know_their_ranks(cluster):
     assert [int(rank) for rank, *_ in output] == [0, 1, 2]
     assert {sizes for *_, sizes in output} == {"(2, 1)"}
     assert [(int(node), int(local)) for _, node, local, _ in output] == [(0, 0), (0, 1), (1, 0)]
-
-
-def in_allocation(cluster, folder, *words):
-    """`paceline` with these words in an allocation of both nodes, where ssh does not exist."""
-    clean = {name: value for name, value in environment().items() if not name.startswith(("SLURM_", "PACELINE_"))}
-    command = ["salloc", "-N2", "--quiet", sys.executable, "-m", "paceline", *map(str, words)]
-    return subprocess.run(
-        command,
-        env={**clean, **cluster.environment},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-
-
-@pytest.mark.dear
-def test_in_an_allocation_a_run_and_a_plan_need_no_ssh(cluster, tmp_path):
-    far = tmp_path / "far"
-    far.mkdir()
-    hosts = "-H", "slurm", "--ssh", "srun"
-    done = in_allocation(cluster, tmp_path, "run", *hosts, "--plan", "sequential", JOINED, far)
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = sorted(line for line in done.stdout.splitlines() if "done" in line)
-    assert said == ["[n1] node 0 of 2 is done", "[n2] node 1 of 2 is done"]
-    done = in_allocation(cluster, tmp_path, "plan", *hosts, "--budget", 30, JOINED, far)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "n1" in done.stdout
-
-
-def test_outside_of_an_allocation_it_says_so(monkeypatch):
-    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
-    with pytest.raises(ValueError, match="SLURM_JOB_NODELIST is not set here; start it in salloc"):
-        listed(["slurm"])

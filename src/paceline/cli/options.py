@@ -9,7 +9,6 @@ from rich.console import Console
 from typer import Option
 
 from paceline import registry
-from paceline.launch.hosts import ALLOCATED, allocated
 
 console = Console(highlight=False, soft_wrap=True)
 PLAN = (
@@ -39,11 +38,7 @@ Shares = Annotated[
 Out = Annotated[Path | None, Option(help="The run's folder: record, checkpoints, weights, plan.")]
 Hosts = Annotated[
     list[str] | None,
-    Option(
-        "-H",
-        "--hosts",
-        help=f"Hosts, over ssh: hostA,user@hostB, or hostA:4,hostB:2; may be repeated. {ALLOCATED}: of its allocation.",
-    ),
+    Option("-H", "--hosts", help="Hosts, over ssh: hostA,user@hostB, or hostA:4,hostB:2; may be repeated."),
 ]
 Env = Annotated[str | None, Option("--env", help="With -H: environment variables to pass on, as A,B.")]
 Python = Annotated[
@@ -53,7 +48,7 @@ Address = Annotated[
     str | None, Option("--address", help="With -H: the first host's address for the other hosts; default: as for ssh.")
 ]
 Ssh = Annotated[
-    str, Option("--ssh", envvar="PACELINE_SSH", help="With -H: the ssh client and its options, 'ssh -F file'; or srun.")
+    str, Option("--ssh", envvar="PACELINE_SSH", help="With -H: the ssh client and its options, 'ssh -F file'.")
 ]
 Send = Annotated[
     bool, Option("--send", help="With -H: copy the working tree, as git sees it, and --data; only changes are sent.")
@@ -77,8 +72,7 @@ Detach = Annotated[bool, Option("--detach", help="Run without this terminal; fol
 
 
 def listed(hosts: list[str] | None) -> str | None:
-    """All -H options as one list; for `slurm` the hosts of this allocation. Raises ValueError if one is empty, such as
-    an unset shell variable, and outside of an allocation."""
+    """All -H options as one list. Raises ValueError if one is empty, such as an unset shell variable."""
     if hosts and not all(map(str.strip, hosts)):
         raise ValueError("-H was given '', which names no host; give hostA,hostB, or leave -H out to train here only")
-    return ",".join(allocated() if hosts == [ALLOCATED] else hosts) if hosts else None
+    return ",".join(hosts) if hosts else None

@@ -233,13 +233,14 @@ def check_script(command: list[str]) -> None:
         raise ValueError(f"no script at {command[0]!r}; give the path of a Python file, or -m and a module")
 
 
-def plan_of_ddp(command: list[str], choice: str, hosts: str | None) -> str:
+def plan_of_ddp(command: list[str], choice: str, alone: bool) -> str:
     """The value of --plan for a script that divides its own work among processes, which no plan could do better. Says
-    in the environment who starts them."""
+    in the environment who starts them. ``alone``: this is the only node."""
+    os.environ.pop(import_hook.STARTED_BY, None)  # of a launcher that has started this one
     if not (used := ddp_script.used(command)):
         return choice
-    script = used in ddp_script.STARTS_PROCESSES and choice == "auto" and not hosts
-    os.environ.setdefault(import_hook.STARTED_BY, import_hook.SCRIPT if script else import_hook.RUN)
+    script = ddp_script.starts_processes(command) and choice == "auto" and alone
+    os.environ[import_hook.STARTED_BY] = import_hook.SCRIPT if script else import_hook.RUN
     if choice != "auto":
         return choice
     many = f"a process on each node, and with --plan {registry.PROCESSES}:k so many, each with a batch of its own"

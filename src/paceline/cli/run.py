@@ -69,7 +69,7 @@ def run(
     prepare.set_wait(wait)
     if ddp_off:
         os.environ[import_hook.VARIABLE] = import_hook.OFF
-    plan = prepare.plan_of_ddp(command, plan, hosts)
+    plan = prepare.plan_of_ddp(command, plan, not (hosts or nodes or join))
     how = prepare.Start(hosts, nodes, 0 if join else restarts, env, python, address, ssh_command, send)
     joining = prepare.join_environment(join, nodes, hosts)
     if detach:

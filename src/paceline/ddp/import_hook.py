@@ -7,8 +7,10 @@ calls `install`. PACELINE_DDP=off leaves torch's own class.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +21,8 @@ TIMED = "PACELINE_DDP_TIMED"  # the file in which `paceline.ddp.stopwatch` says 
 # who starts the processes of a script that makes its process group itself: `paceline run`, or the script's library
 STARTED_BY, RUN, SCRIPT = "PACELINE_DDP_STARTED_BY", "run", "script"
 RANKS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"
-ELASTIC = "TORCHELASTIC_RUN_ID"  # by which libraries know that all processes are started for them
+LIGHTNING = "lightning.fabric", "lightning_fabric"
+ELASTIC = "TORCHELASTIC_RUN_ID"  # by which Lightning knows that all processes are started for it
 INHERITED = str(Path(__file__).parent / "inherited")
 
 
@@ -34,6 +37,8 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 def install() -> None:
     _say_who_starts()
     after_import.call("accelerate", _together)
+    for name in LIGHTNING:
+        after_import.call(name, _all_are_started)
     if os.environ.get(VARIABLE) != OFF:
         after_import.call("torch", replace)
 
@@ -43,18 +48,32 @@ def _say_who_starts() -> None:
     if starts == SCRIPT:
         for name in (*RANKS, STARTED_BY):  # its children are given ranks by it
             os.environ.pop(name, None)
-    elif starts == RUN:
+    elif starts == RUN and (name := _interface()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _all_are_started() -> None:
+    """Lightning waits for processes that nobody starts where it is given a local rank alone. Its own children have no
+    rank."""
+    if all(name in os.environ for name in RANKS):
         os.environ.setdefault(ELASTIC, "paceline")
-        if name := _interface():
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _together() -> None:
-    """Without a GPU, Accelerate's processes train each alone and do not say so, unless this variable is set."""
+    """Without a GPU, Accelerate's processes train each alone and do not say so, unless they are told to use CPUs."""
     import torch
 
-    if os.environ.get("WORLD_SIZE", "1") != "1" and not torch.accelerator.is_available():
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    if os.environ.get("WORLD_SIZE", "1") == "1" or torch.accelerator.is_available():
+        return
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    state = sys.modules["accelerate"].PartialState  # which does not read the variable
+    init = state.__init__
+
+    @functools.wraps(init)
+    def on_cpus(self: object, cpu: bool = False, **options: object) -> None:
+        init(self, cpu or os.environ["ACCELERATE_USE_CPU"].lower() in ("1", "true", "yes", "on"), **options)
+
+    state.__init__ = on_cpus
 
 
 def _interface() -> str:

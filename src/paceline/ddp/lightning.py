@@ -6,12 +6,13 @@ Lightning has no entry points for strategies. torch has them for backends, and c
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from paceline.ddp import after_import
+from paceline.ddp import after_import, import_hook
 
 REGISTRIES = {
     "lightning.pytorch.strategies": "StrategyRegistry",
@@ -30,6 +31,12 @@ def announce() -> None:
 
 
 def _register(package: str) -> None:
+    """Of a version of Lightning that is made otherwise nothing: whoever imports it need not want our strategy."""
+    with contextlib.suppress(AttributeError, TypeError, ValueError):
+        _register_in(package)
+
+
+def _register_in(package: str) -> None:
     strategies = sys.modules[package]
     base = strategies.DDPStrategy
     methods = {name: _wrapping(base, name) for name in WRAPPERS if hasattr(base, name)}
@@ -42,7 +49,8 @@ def _register(package: str) -> None:
 
 def _wrapping(base: type, name: str) -> Callable[..., Any]:
     def wrap(strategy: object, module: object) -> Any:
-        with _our_class(base.__module__):
+        off = os.environ.get(import_hook.VARIABLE) == import_hook.OFF
+        with contextlib.nullcontext() if off else _our_class(base.__module__):
             return getattr(base, name)(strategy, module)
 
     return wrap

@@ -110,7 +110,7 @@ class Stages(LocalStep):
     def hooked(self, model: nn.Module, numerics: Numerics, sizes: BucketSizes) -> Backward:
         cpus, allowed = os.sched_getaffinity(0), -(-cgroup_limits.cores() // self.num_processes)
         parts = [affinity.share(i, self.num_stages, cpus, allowed=allowed) for i in range(self.num_stages)]
-        self.backward = Pipelined(model, SCHEDULES[self.schedule], parts, self.cuts)
+        self.backward = Pipelined(model, SCHEDULES[self.schedule], parts, self.cuts, sizes)
         return self.backward
 
     def check(self, model: nn.Module, numerics: Numerics) -> None:
@@ -158,8 +158,9 @@ class Pipelined(Backward):
         schedule: Callable[[int, int], Schedule],
         parts: Sequence[tuple[set[int], int]],
         cuts: Sequence[str],
+        sizes: BucketSizes,
     ):
-        super().__init__(model)
+        super().__init__(model, sizes=sizes)
         for module in self._hook_ids:
             make_substitutable(module)
         self._model, self._schedule, self._parts, self.cuts = model, schedule, parts, list(cuts)

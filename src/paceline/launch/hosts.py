@@ -7,7 +7,6 @@ import ipaddress
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +24,6 @@ OPTIONS = (
     *("-o", "ServerAliveCountMax=3", "-o", "ControlMaster=no", "-o", "ClearAllForwardings=yes"),
     *("-o", "RemoteCommand=none"),
 )
-SRUN, ALLOCATED = "srun", "slurm"  # in place of ssh, and of names, in a Slurm allocation
-SCONTROL_S = 30.0
-STEP = ("--overlap", "--unbuffered", "--nodes=1", "--ntasks=1")  # of all cores that the allocation has there
-# what srun tells its task of a step: processes that are started there are another one's
-NO_STEP = "unset $(env | sed -n 's/^\\(SLURM_[A-Z_]*\\)=.*/\\1/p')"
 # a file in the user's home folder may have the name of a standard module
 OWN_PATH = "import sys; sys.path[:] = [folder for folder in sys.path if folder]"
 # in one line, since not every shell can quote several; it runs on Pythons that are too old, too
@@ -57,7 +51,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Way:
-    """How to run Python on hosts: the command line of ssh or srun, the interpreter, and the working directory there."""
+    """How to run Python on hosts: ssh's command line, the interpreter, and the working directory there."""
 
     ssh: str = "ssh"
     python: str = sys.executable
@@ -73,30 +67,11 @@ class Way:
 
     def command(self, host: Host, *arguments: str) -> list[str]:
         """The command that starts Python on a host. The arguments must hold no secret: every user there sees them."""
-        given, run = shlex.split(self.ssh), f"exec {shlex.join([self.python, *arguments])}"
-        if os.path.basename(given[0]) == SRUN:
-            return [*given, *STEP, f"--nodelist={host.target}", "sh", "-c", f"{NO_STEP}; {run}"]
-        return [*given, *OPTIONS, host.target, run]
+        return [*shlex.split(self.ssh), *OPTIONS, host.target, f"exec {shlex.join([self.python, *arguments])}"]
 
     def at(self, host: Host) -> Way:
         """The same, with the working directory of this host."""
         return dataclasses.replace(self, folder=host.folder or self.folder)
-
-
-def allocated() -> list[str]:
-    """The names of the hosts of this Slurm allocation. Raises ValueError outside of one."""
-    nodes = os.environ.get("SLURM_JOB_NODELIST")
-    if not nodes:
-        raise ValueError(
-            f"-H {ALLOCATED} stands for the hosts of a Slurm allocation, and SLURM_JOB_NODELIST is not set here; start "
-            f"it in salloc or in a batch script, or name the hosts, as in -H hostA,hostB"
-        )
-    command = ["scontrol", "show", "hostnames", nodes]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ValueError(f"{shlex.join(command)} failed ({error}); name the hosts, as in -H hostA,hostB") from None
-    return said.split()
 
 
 def parse(text: str) -> list[Host]:

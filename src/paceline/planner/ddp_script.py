@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,45 +22,62 @@ USES = re.compile(
     r"|\b(DistributedDataParallel|init_process_group|\w*TrainingArguments)\b",
     re.MULTILINE,
 )
-STARTS_PROCESSES = "lightning", "lightning_fabric", "pytorch_lightning"
+LAUNCHES = re.compile(r"\b(Trainer|Fabric|LightningCLI)\(")  # Lightning's, which starts processes
+OURS = "join", "Pace", "launch"  # what a script calls that needs no wrapper
 ITSELF = "DistributedDataParallel", "init_process_group"  # what a script calls that uses no library
 STEPS, LIMIT_S = 18, 600.0  # of `paceline.ddp.stopwatch`
 
 
 def used(command: Sequence[str]) -> str:
     """What of torch's or a library's data parallelism a script uses that does not call `paceline.join`; else empty."""
-    if command[0] == "-m":
-        return ""
-    text = Path(command[0]).read_text(errors="replace")
+    text = _text(command)
     found = list(USES.finditer(text))
     # a library's own name before those of torch that stand in the script as well
     names = [each[1] for each in found if each[1]] + [each[2] for each in found if each[2]]
     return "" if not names or _joins(text) else names[0]
 
 
+def starts_processes(command: Sequence[str]) -> bool:
+    """Whether the script's library starts processes where it is given no ranks."""
+    text = _text(command)
+    return "lightning" in used(command) and bool(LAUNCHES.search(text)) and "init_process_group" not in text
+
+
+def _text(command: Sequence[str]) -> str:
+    """The source of a script, or of a module after -m in this folder; empty where it is elsewhere."""
+    path = Path(command[0])
+    if command[0] == "-m":
+        folder = Path(*command[1].split("."))
+        path = folder / "__main__.py" if folder.is_dir() else folder.with_suffix(".py")
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
 def _joins(text: str) -> bool:
     try:
-        nodes = list(ast.walk(ast.parse(text)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nodes = list(ast.walk(ast.parse(text)))
     except SyntaxError:  # which Python will show
         return False
     ours = {
-        alias.asname or alias.name.partition(".")[0]
+        alias.asname or "paceline"
         for node in nodes
         if isinstance(node, ast.Import)
         for alias in node.names
         if alias.name.partition(".")[0] == "paceline"
     }
-    imported = (
+    imported = {
         alias.name
         for node in nodes
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "paceline"
         for alias in node.names
-    )
-    called = (
-        isinstance(node, ast.Attribute) and node.attr == "join" and ast.unparse(node.value).partition(".")[0] in ours
+    }
+    reached = {
+        node.attr
         for node in nodes
-    )
-    return any(called) or any(name != "DistributedDataParallel" for name in imported)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).partition(".")[0] in ours
+    }
+    return bool((imported | reached).intersection(OURS))
 
 
 @dataclass(frozen=True)
@@ -92,7 +110,7 @@ def timings(command: Sequence[str], ranks: int, show: Callable[[str], None]) -> 
     else:
         ranks = max(ranks, 2)
     if ranks > 1:
-        launch = () if name in STARTS_PROCESSES else ("--plan", f"{PROCESSES}:{ranks}")
+        launch = () if starts_processes(command) else ("--plan", f"{PROCESSES}:{ranks}")
         for whose, kind in (("torch's", import_hook.TORCHS), ("paceline's", "")):
             found.append(_timed(command, launch, f"{ranks} processes, {whose} class", ranks, kind, show))
     return found
@@ -111,7 +129,9 @@ def _timed(
             return Timing(name.replace(str(ranks), str(said["ranks"]), 1), **said)
     if ended.code is None:
         return Timing(name, ranks, error=f"{STEPS} steps took more than {LIMIT_S:.0f} s")
-    return Timing(name, ranks, error=f"it ended before {STEPS} steps under DistributedDataParallel ({ended.last_line})")
+    hint = "; Lightning wraps no model with devices=1" if starts_processes(command) else ""
+    why = f"it ended before {STEPS} steps under DistributedDataParallel ({ended.last_line}){hint}"
+    return Timing(name, ranks, error=why)
 
 
 def report(found: Sequence[Timing], cores: int) -> list[str]:

@@ -37,5 +37,8 @@ class Rows(Dataset):
 
 def write(folder, rank, model, wrapper, **said):
     """``said``: what the library's own features have given."""
+    sums = getattr(wrapper, "_sums", None)
+    # factors are tried first: sums of this weight that were made of them
+    trials = sum(trial.steps[True] for trial in sums.trials.values()) if sums else 0
     torch.save(model.state_dict(), folder / f"{rank}.pt")
-    (folder / f"{rank}.json").write_text(json.dumps({"wrapper": type(wrapper).__module__, **said}))
+    (folder / f"{rank}.json").write_text(json.dumps({"wrapper": type(wrapper).__module__, "trials": trials, **said}))

@@ -4,7 +4,8 @@ The affinity of all threads that have the process's initial mask is narrowed, an
 see all cores of a machine but have a CPU quota of fewer: threads are limited to the quota.
 
 Heap memory that a step frees is kept for the next step. By default glibc returns it to the kernel and faults it in
-again, page by page, a third of a small convolutional network's step. At most KEPT_BYTES are kept unused, and what a codec needs besides.
+again, page by page, a third of a small convolutional network's step. At most KEPT_BYTES are kept unused, and what a
+codec needs besides.
 """
 
 from __future__ import annotations
