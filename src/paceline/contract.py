@@ -1,10 +1,8 @@
 """Interfaces between rooms (subpackages). Their data types are in `messages`, membership and links in `transport`.
 
-In a step an Engine turns this node's share of the batch into Gradients, an Exchange all-reduces them over a Link (each
-encoded by a Codec), and the Decision tells whether the step is applied.
-
-The network only ever adds: losses, weights, gradients. Backward runs on the loss *sum* times a constant known before
-the step (1 / expected weight); the global sum is normalised once, afterwards.
+An Engine turns this node's share of a batch into Gradients, an Exchange all-reduces them over a Link (each encoded by a
+Codec), and the Decision tells whether the step is applied. The network only ever adds: backward runs on the loss *sum*
+times a constant known before the step (1 / expected weight); the global sum is normalised once, afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from paceline import errors
 from paceline.messages import (
     DENSE,
     Bucket,
-    BucketSizes,
     CodecRun,
     CommCost,
     ExchangeTraffic,
@@ -176,6 +173,7 @@ class EngineOnNode:
     """One process of several on a node that form an engine; one of them holds the link to other nodes."""
 
     local_place: tuple[int, int] = (0, 1)  # (index, count) of the parts of the node's share: the part of this process
+    bucket_bytes: tuple[float, float] = (0, 0)  # the least of a bucket, and of a weight that may be sent as factors
 
     @property
     def pids(self) -> Sequence[int]:
@@ -217,7 +215,6 @@ class Engine(EngineTraits, EngineState, EngineOnNode):
     # the names in a vote's `terms`: of the loss's components; of the metric's values, a sum and a weight of each
     terms: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
     num_local_samples: int | None = None  # samples of the next share, where an assignment divides the batch
-    bucket_sizes: BucketSizes = BucketSizes()
 
     def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
         raise NotImplementedError

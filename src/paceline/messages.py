@@ -29,16 +29,6 @@ class Decision(enum.Enum):
 
 
 @dataclass(frozen=True)
-class BucketSizes:
-    """Bytes from which a parameter has a bucket of its own; a fully-connected weight has, since it may be sent as
-    factors; and a bucket of several parameters is full."""
-
-    alone: float = 1 << 20
-    linear: float = 1 << 16
-    full: float = 4 << 20
-
-
-@dataclass(frozen=True)
 class Bucket:
     """The unit of communication: a large parameter, or several small ones. Fixed at the start, in backward order."""
 

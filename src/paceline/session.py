@@ -36,7 +36,6 @@ from paceline.launch.signals import RESUME_CODE
 from paceline.launch.supervise import process_status
 from paceline.link.net.auth import secret_of_environment
 from paceline.link.net.collective_run import Collective
-from paceline.messages import BucketSizes
 from paceline.pace import Pace
 from paceline.planner import plan_cache
 from paceline.planner.diagnose import equivalence
@@ -221,7 +220,7 @@ def _parts(request: _Request, row: str, world: LaunchEnvironment, job: Job) -> _
     codec, encodes = registry.made("codec", request.codec)
     parts = _Parts(row, engine, synchronises, encodes, exchange, codec)
     engine.seed, engine.accumulate = job.seed, job.accumulate
-    engine.bucket_sizes = _bucket_sizes(parts.codec, parts.exchange)
+    engine.bucket_bytes = parts.codec.bucket_bytes, 0 if parts.exchange.factors else parts.codec.bucket_bytes
     if job.precision or not own:  # an object has its own
         engine.numerics = dataclasses.replace(numerics, precision=job.precision) if job.precision else numerics
     if job.forward:
@@ -242,13 +241,6 @@ def _temporary_bytes(model: torch.nn.Module, codec: Codec) -> int:
     """Of what a codec with a residual makes of all gradients in a step, and frees; a part of this machine's memory."""
     gradients = sum(each.nbytes for each in model.parameters() if each.requires_grad)
     return min(TEMPORARIES * gradients, memory_bytes() // 8) if codec.has_residual else 0
-
-
-def _bucket_sizes(codec: Codec, exchange: Exchange) -> BucketSizes:
-    """Few buckets where a codec's collectives are small; a weight that may be sent as factors has one of its own."""
-    least, usual = codec.bucket_bytes, BucketSizes()
-    linear = usual.linear if exchange.factors else max(least, usual.linear)
-    return BucketSizes(max(least, usual.alone), linear, max(least, usual.full))
 
 
 def _linked(

@@ -6,16 +6,16 @@ import torch
 import ranks
 from nodes import Rank, build, rows
 from paceline.exchange.allreduce import Exchange
-from paceline.messages import DENSE, BucketSizes
+from paceline.messages import DENSE
 from paceline.registry import parse
 
 CODECS = ("feedback/lowrank:1", "lowrank:rank=64,min_rate=0", "feedback/qsgd", "qsgd", "lossless/feedback/lowrank:1")
 DATA = [rows(24, seed) for seed in range(5)]
 
 
-def train(link, codec, groups=None, steps=5, packed="never", row="sequential", sizes=None):
+def train(link, codec, groups=None, steps=5, packed="never", row="sequential", least=0):
     engine = parse("engine", row)
-    engine.bucket_sizes = sizes or BucketSizes()
+    engine.bucket_bytes = least, least
     rank = Rank(link, build(), exchange=Exchange(DENSE, packed), codec=codec, engine=engine)
     if groups:
         rank.exchange.choice.groups = groups
@@ -51,8 +51,7 @@ def test_full_width_equals_none(size):
 def test_one_bucket_of_all_weights_gives_the_same(row):
     """In every engine: nodes of unlike engines have the same buckets."""
     exact = ranks.run(2, lambda link: train(link, "none", row=row))[0][0]
-    whole = BucketSizes(1 << 30, 1 << 30, 1 << 30)
-    found, _, count = ranks.run(2, lambda link: train(link, "lowrank:rank=64,min_rate=0", row=row, sizes=whole))[0]
+    found, _, count = ranks.run(2, lambda link: train(link, "lowrank:rank=64,min_rate=0", row=row, least=1 << 30))[0]
     assert count == 1
     for name, want in exact.items():
         if want.is_floating_point():

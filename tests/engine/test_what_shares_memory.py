@@ -11,11 +11,11 @@ from torch.utils.module_tracker import ModuleTracker
 import ranks
 from device import DEVICE
 from nodes import HIDDEN, IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
-from paceline.engine.compute.gradient_hooks import Backward
+from paceline.engine.compute.gradient_hooks import ALONE_BYTES, Backward
 from paceline.engine.compute.optimizer_step import Factored, separate
 from paceline.engine.sequential import Engine
 from paceline.link.memory import world
-from paceline.messages import DENSE, FACTORS, BucketSizes
+from paceline.messages import DENSE, FACTORS
 
 EXACT = 1e-12  # float64, a few steps: only the order of additions differs
 TIMES = 3  # words of a row
@@ -100,7 +100,7 @@ def test_it_trains_as_plain_pytorch_does(kind, accumulate, num_rows, size):
 
 
 def test_each_gradient_that_is_added_up_in_place_has_its_own_memory():
-    wide = BucketSizes().alone // 8
+    wide = ALONE_BYTES // 8
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(wide, dtype=torch.float64)) for name in "ab"})
     backward, gradients = Backward(model), []
     (model["a"] + model["b"]).sum().backward()

@@ -23,12 +23,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from paceline.engine.compute.gradient_hooks import cut
-from paceline.messages import BucketSizes
 
 ROUNDING = 64  # units in the last place by which two sums in another order may differ
 FIRST, EVERY = 4, 50  # steps that are checked row by row
 CHUNK = 256  # rows of a gradient at a time
-SIZES = BucketSizes()
 
 
 class Weight:
@@ -93,7 +91,7 @@ class Factors:
         parameters, self.size = dict(module.named_parameters()), size
         self.weights = {
             id(layers[0]): Weight(name, parameters[name])
-            for name, layers in cut(module, sizes=SIZES)[1].items()
+            for name, layers in cut(module)[1].items()
             if len(layers) == 1 and _plain(parameters[name])
         }
         self.of = {id(weight.parameter): weight for weight in self.weights.values()}

@@ -66,12 +66,15 @@ def _together() -> None:
     if os.environ.get("WORLD_SIZE", "1") == "1" or torch.accelerator.is_available():
         return
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-    state = sys.modules["accelerate"].PartialState  # which does not read the variable
+    state = getattr(sys.modules["accelerate"], "PartialState", None)  # which does not read the variable
+    if state is None:
+        return
     init = state.__init__
 
     @functools.wraps(init)
     def on_cpus(self: object, cpu: bool = False, **options: object) -> None:
-        init(self, cpu or os.environ["ACCELERATE_USE_CPU"].lower() in ("1", "true", "yes", "on"), **options)
+        asked = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "on", "t")
+        init(self, cpu or asked, **options)
 
     state.__init__ = on_cpus
 

@@ -56,7 +56,7 @@ from paceline.engine.compute.pipeline_schedule import (
 from paceline.engine.compute.precision import Numerics
 from paceline.engine.compute.rng import ThreadRng, seeds
 from paceline.engine.node import affinity, cgroup_limits
-from paceline.messages import Bucket, BucketSizes, Gradient
+from paceline.messages import Bucket, Gradient
 
 PRESET = "preset"
 Compute = Callable[[], Tensor | None]
@@ -107,10 +107,10 @@ class Stages(LocalStep):
         self.schedule, self.cuts = schedule, cuts
         self.backward: Pipelined | None = None
 
-    def hooked(self, model: nn.Module, numerics: Numerics, sizes: BucketSizes) -> Backward:
+    def hooked(self, model: nn.Module, numerics: Numerics, least_bytes: tuple[float, float]) -> Backward:
         cpus, allowed = os.sched_getaffinity(0), -(-cgroup_limits.cores() // self.num_processes)
         parts = [affinity.share(i, self.num_stages, cpus, allowed=allowed) for i in range(self.num_stages)]
-        self.backward = Pipelined(model, SCHEDULES[self.schedule], parts, self.cuts, sizes)
+        self.backward = Pipelined(model, SCHEDULES[self.schedule], parts, self.cuts, least_bytes)
         return self.backward
 
     def check(self, model: nn.Module, numerics: Numerics) -> None:
@@ -158,9 +158,9 @@ class Pipelined(Backward):
         schedule: Callable[[int, int], Schedule],
         parts: Sequence[tuple[set[int], int]],
         cuts: Sequence[str],
-        sizes: BucketSizes,
+        least_bytes: tuple[float, float],
     ):
-        super().__init__(model, sizes=sizes)
+        super().__init__(model, least_bytes=least_bytes)
         for module in self._hook_ids:
             make_substitutable(module)
         self._model, self._schedule, self._parts, self.cuts = model, schedule, parts, list(cuts)

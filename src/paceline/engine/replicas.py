@@ -67,7 +67,7 @@ class Engine(sequential.Engine):
             self.twins.append(sequential.Engine())
             self.twins[-1].numerics, self.twins[-1].call_model = self.numerics, self.call_model
             self.twins[-1].accumulate, self.twins[-1]._keeps = self.accumulate, False
-            self.twins[-1].divided, self.twins[-1].bucket_sizes = self.divided, self.bucket_sizes
+            self.twins[-1].divided, self.twins[-1].bucket_bytes = self.divided, self.bucket_bytes
             self.twins[-1].open(one, optimizer, loss, metric)
         _, self.num_threads = affinity.share(0, 1, cpus, allowed=allowed)
         self._devices = [{each.device for each in one.parameters()} for one in (model, *twins)]

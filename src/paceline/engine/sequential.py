@@ -86,7 +86,7 @@ class Engine(contract.Engine):
         self.numerics.prepare(model, optimizer)
         if not self.numerics.compile:
             matmul.install(model)
-        self.backward = self.local_step.hooked(model, self.numerics, self.bucket_sizes)
+        self.backward = self.local_step.hooked(model, self.numerics, self.bucket_bytes)
         self.backward.rounded = self.numerics.precision != "fp32"
         self.buckets, self.names = self.backward.buckets, self.backward.names
         self.device = self.weights[0].device

@@ -4,12 +4,13 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from of_libraries import Model, Rows, write
 from torch.utils.data import DataLoader
 
 
 def main(folder, more):
+    PartialState()  # before it: without a GPU it would train alone
     precision, dtype = ("bf16", torch.float32) if "bf16" in more else ("no", torch.float64)
     accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision=precision)
     order = torch.Generator().manual_seed(4)

@@ -23,9 +23,11 @@ from torch.nn.modules.module import _global_forward_hooks
 
 from paceline.engine.checks import loss_graph
 from paceline.engine.compute.matmul import has_own_forward
-from paceline.messages import FACTORS, Bucket, BucketSizes, Gradient
+from paceline.messages import FACTORS, Bucket, Gradient
 
-SIZES = BucketSizes()
+ALONE_BYTES = 1 << 20  # a parameter this large has its own bucket
+LINEAR_BYTES = 1 << 16  # so has a fully-connected weight this large, since it may be sent as factors
+BUCKET_BYTES = 4 << 20
 
 
 def _only_looks(hook: Any) -> bool:
@@ -39,9 +41,11 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def cut(
-    model: nn.Module, find_linear: bool = True, sizes: BucketSizes = SIZES
+    model: nn.Module, find_linear: bool = True, least_bytes: tuple[float, float] = (0, 0)
 ) -> tuple[tuple[Bucket, ...], dict[str, list[nn.Linear]]]:
-    """Buckets in backward order, and the modules of each weight that may be sent as factors."""
+    """Buckets in backward order, and the modules of each weight that may be sent as factors. ``least_bytes``: of a
+    bucket, and of such a weight, where that is more than usual."""
+    least, least_linear = least_bytes
     linears: dict[int, list[nn.Linear]] = {}
     uses: dict[int, int] = {}
     for module in model.modules():
@@ -56,16 +60,16 @@ def cut(
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for name, parameter in reversed(trainable):
         own = find_linear and id(parameter) in linears and uses[id(parameter)] == 1 and not parameter.is_complex()
-        if own and parameter.nbytes >= sizes.linear:
+        if own and parameter.nbytes >= max(LINEAR_BYTES, least_linear):
             factored[name] = linears[id(parameter)]
             buckets.append(([(name, parameter)], True))
-        elif parameter.nbytes >= sizes.alone:
+        elif parameter.nbytes >= max(ALONE_BYTES, least):
             buckets.append(([(name, parameter)], False))
         else:
             key = (parameter.dtype, parameter.device)
             bucket = open_buckets.setdefault(key, [])
             bucket.append((name, parameter))
-            if sum(p.nbytes for _, p in bucket) >= sizes.full:
+            if sum(p.nbytes for _, p in bucket) >= max(BUCKET_BYTES, least):
                 buckets.append((open_buckets.pop(key), False))
     buckets += [(bucket, False) for bucket in open_buckets.values()]
     return tuple(
@@ -159,10 +163,10 @@ def _shared(grad: Tensor, early: bool) -> bool:
 class Backward:
     """Hooks on a model that turn each of its backward passes into gradients by bucket."""
 
-    def __init__(self, model: nn.Module, hook_layers: bool = True, sizes: BucketSizes = SIZES):
+    def __init__(self, model: nn.Module, hook_layers: bool = True, least_bytes: tuple[float, float] = (0, 0)):
         """``hook_layers``: record the factors of fully-connected layers; not for a compiled model."""
         _own_uses()  # cached here: within a backward pass it cannot be measured
-        self.buckets, factored = cut(model, hook_layers, sizes)
+        self.buckets, factored = cut(model, hook_layers, least_bytes)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names = tuple(name for bucket in self.buckets for name in bucket.names)
         self._pass: Pass | None = None

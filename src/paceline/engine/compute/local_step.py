@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from paceline.engine.compute.gradient_hooks import Backward
-from paceline.messages import BucketSizes
 
 if TYPE_CHECKING:
     from paceline.engine.compute.forward_state import Moving
@@ -32,8 +31,8 @@ class LocalStep:
     def check_sync_norm(self) -> None:
         """Raises ValueError where batch norm cannot see all rows of a batch at once."""
 
-    def hooked(self, model: nn.Module, numerics: Numerics, sizes: BucketSizes) -> Backward:
-        return Backward(model, hook_layers=not numerics.compile, sizes=sizes)
+    def hooked(self, model: nn.Module, numerics: Numerics, least_bytes: tuple[float, float]) -> Backward:
+        return Backward(model, hook_layers=not numerics.compile, least_bytes=least_bytes)
 
     def found(self) -> str:
         """A message for the user from the last gradient."""
