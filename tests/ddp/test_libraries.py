@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from launching import unedited
 from paceline.launch.local import free_port
 
 SCRIPTS = Path(__file__).parents[1] / "support" / "scripts"
@@ -24,20 +22,6 @@ EVALUATED = {"trainer": 11, "accelerate": 11, "lightning": 12}
 pytestmark = pytest.mark.dear
 
 
-def start(command, folder, **more):
-    given = {name: value for name, value in os.environ.items() if not name.startswith(("PACELINE_", "ACCELERATE_"))}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env={**given, "OMP_NUM_THREADS": "1", **more},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """What each rank of a script wrote, (weights, words); each command runs once."""
@@ -48,7 +32,7 @@ def run(tmp_path_factory):
         # a script that resumes finds what it wrote before
         folder = folders.setdefault(key[:2], tmp_path_factory.mktemp(library))
         if key not in found:
-            start((*begin, SCRIPTS / f"by_{library}.py", folder, *words), folder)
+            unedited((*begin, SCRIPTS / f"by_{library}.py", folder, *words), folder)
             found[key] = [
                 (torch.load(folder / f"{rank}.pt"), json.loads((folder / f"{rank}.json").read_text()))
                 for rank in range(2)
@@ -102,10 +86,12 @@ def test_lightnings_strategy_of_our_name(run):
     ours = run("lightning", (), "paceline")
     assert farthest(ours, run("lightning", (*STARTS["lightning"], "--ddp-off"))) < 1e-12
     assert [said["wrapper"] for _, said in ours] == [OURS, OURS]
+    off = run("lightning", (*STARTS["lightning"], "--ddp-off"), "paceline")
+    assert [said["wrapper"] for _, said in off] == [THEIRS, THEIRS]
 
 
 @pytest.mark.parametrize("script", ["test_script", "test_sync", "test_ops"])
 def test_accelerates_own_scripts(script, tmp_path):
     launch = "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()
     command = *launch, "-m", "paceline.ddp", "-m", f"accelerate.test_utils.scripts.{script}"
-    start(command, tmp_path, ACCELERATE_USE_CPU="true")
+    unedited(command, tmp_path, ACCELERATE_USE_CPU="true")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from launching import unedited
 from machines import Machines, needs_machines
 from paceline.launch.local import free_port
 
@@ -35,18 +33,7 @@ def said(command, folder, script):
     (folder / "train.py").write_text(script)
     name, *words = shlex.split(command)
     start = {"paceline": ("-m", "paceline"), "torchrun": (*TORCHRUN, str(free_port()))}[name]
-    given = {name: value for name, value in os.environ.items() if not name.startswith(("PACELINE_", "ACCELERATE_"))}
-    done = subprocess.run(
-        [sys.executable, *start, *words],
-        env={**given, "OMP_NUM_THREADS": "1"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return unedited((*start, *words), folder)
 
 
 @pytest.mark.parametrize(

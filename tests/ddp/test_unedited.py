@@ -13,7 +13,9 @@ import pytest
 import torch.nn.parallel.distributed as torch_ddp
 
 from cluster import Cluster
+from launching import unedited
 from machines import Machines, needs_cluster, needs_machines
+from paceline.cli import prepare
 from paceline.ddp import import_hook, module
 from paceline.ddp.lost_ranks import LEFT, LostRanks
 from paceline.launch.local import free_port
@@ -66,18 +68,7 @@ def folder(tmp_path):
 
 
 def said(folder, *words, **more):
-    given = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
-    done = subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=folder,
-        env={**given, "OMP_NUM_THREADS": "1", **more},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [line for line in done.stdout.splitlines() if THEIRS in line or OURS in line]
+    return [line for line in unedited(words, folder, **more).splitlines() if THEIRS in line or OURS in line]
 
 
 RUN = "-m", "paceline", "run"
@@ -315,3 +306,14 @@ def test_what_a_script_uses_is_read_in_it(text, uses, starts, tmp_path, monkeypa
     for command in (["train.py"], ["-m", "train"]):
         assert (ddp_script.used(command), ddp_script.starts_processes(command)) == (uses, starts)
     assert ddp_script.used(["-m", "nowhere.train"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("plan", "alone", "starter"), [("auto", True, "script"), ("auto", False, "run"), ("processes:2", True, "run")]
+)
+def test_a_script_of_lightnings_is_given_ranks_unless_it_is_one_node_alone(plan, alone, starter, tmp_path, monkeypatch):
+    monkeypatch.setenv(import_hook.STARTED_BY, "a launcher before")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import lightning\nlightning.Trainer(devices=2)")
+    prepare.plan_of_ddp(["train.py"], plan, alone)
+    assert os.environ[import_hook.STARTED_BY] == starter

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,22 @@ def command(script: str, *arguments: Any, engine: str, num_nodes: int = 1, stric
 
 def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{PATH}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **more}
+
+
+def unedited(command: Sequence[Any], folder: Path, **more: str) -> str:
+    """What a Python command prints that knows nothing of paceline, without variables of ours or of Accelerate's."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith(("PACELINE_", "ACCELERATE_"))}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env={**given, "OMP_NUM_THREADS": "1", **more},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def launch(

@@ -34,7 +34,7 @@ class Codec(contract.Codec):
 
     fidelity = "approximate"
     needs_feedback = True
-    bucket_bytes = 20_000_000  # a bucket and what is derived of it stay below what malloc maps anew each time
+    bucket_bytes = 20_971_520  # a bucket and what is derived of it stay below what malloc maps anew each time
 
     def __init__(self, rank: int = 2, min_rate: float = 2.0):
         if not (isinstance(rank, int) and rank >= 1):

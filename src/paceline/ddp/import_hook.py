@@ -60,7 +60,7 @@ def _all_are_started() -> None:
 
 
 def _together() -> None:
-    """Without a GPU, Accelerate's processes train each alone and do not say so, unless they are told to use CPUs."""
+    """Without a GPU, Accelerate's processes train each alone, without a warning, unless configured for CPUs."""
     import torch
 
     if os.environ.get("WORLD_SIZE", "1") == "1" or torch.accelerator.is_available():
