@@ -262,13 +262,23 @@ class Skips(nn.Module):
         return self.c(self.relu(a)) + self.c.bias * b.sum(1, keepdim=True) * 0.1
 
 
+@pytest.mark.parametrize("exchange", [DENSE, FACTORS])
 @pytest.mark.parametrize("cut", ["b", "relu", "c"])
-def test_connections_that_go_around_the_cut(cut):
+def test_connections_that_go_around_the_cut(cut, exchange):
     torch.manual_seed(1)
     model = Skips().double()
     data = [(torch.randn(12, IN, dtype=torch.float64), torch.arange(12) % 3) for _ in range(4)]
     want, _ = reference(model, data, OPTIMIZERS["sgd"])
-    ((state, _),) = train(lambda: pipeline.Engine(2, 3, cut=cut), model, "sgd", data)
+    ((state, _),) = train(lambda: pipeline.Engine(2, 3, cut=cut), model, "sgd", data, exchange=exchange)
+    assert gap(state, want) < 1e-11
+
+
+@pytest.mark.parametrize("exchange", [DENSE, FACTORS])
+def test_a_cut_between_a_layer_and_its_activation(exchange):
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU()).double()
+    data = [(torch.randn(12, 64, dtype=torch.float64), torch.arange(12) % 9) for _ in range(3)]
+    want, _ = reference(model, data, OPTIMIZERS["sgd"])
+    ((state, _),) = train(lambda: pipeline.Engine(2, 2, cut="1"), model, "sgd", data, exchange=exchange)
     assert gap(state, want) < 1e-11
 
 

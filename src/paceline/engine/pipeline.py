@@ -278,8 +278,16 @@ class Pipelined(Backward):
             own.stage = stage - 1
             self._enter_stage(BACKWARD)
 
+    def _leave(self, bucket: Bucket, module: nn.Linear, right: Tensor, output: Tensor | None) -> Tensor | None:
+        hidden = getattr(self._own, "hidden", None) == bucket.index
+        output = super()._leave(bucket, module, right, output)
+        if hidden:
+            self._check_stage(bucket.names[0])
+        return output
+
     def _record(self, state: State, bucket: Bucket, call: Call, left: Tensor) -> None:
-        self._check_stage(bucket.names[0])
+        if not state.is_own():  # a gradient inside forward; in backward this hook may come before that of the cut
+            self._check_stage(bucket.names[0])
         super()._record(state, bucket, call, left)
 
     def _ready(self, bucket: Bucket, name: str) -> None:

@@ -20,7 +20,7 @@ from paceline.codec import feedback, half, lowrank, none, qsgd, topk
 from paceline.contract import Codec
 from paceline.data import sampler
 from paceline.data.load_balance import LoadBalancer, Reassignment
-from paceline.engine import reproducible, sequential
+from paceline.engine import pipeline, reproducible, sequential
 
 BATCH, SEED, LR = 12, 3, 0.1
 SAMPLES = (24, 31, 36)  # of a training: two steps, three of which the last is short, and three
@@ -51,6 +51,7 @@ class Way:
     normed: bool = False  # batch norm over all, and clipped
     period: int = 0  # steps between two averages of weights that each node trains alone; 0: none
     serves: bool = False  # each node updates a part of the weights
+    stages: int = 1  # of a node's pipeline
 
     @property
     def owes(self) -> bool:
@@ -85,6 +86,7 @@ WAYS = {
     ),
     "qsgd": Way(2, forms="dense", codec=qsgd.Codec, collectives=4, close=QUANTISED),
     "reproducible": Way(2, virtual=True),
+    "pipeline": Way(1, stages=2),
     "diloco": Way(3, period=2, close=ANYHOW),
     "server": Way(3, collectives=4, serves=True),  # a sum of each bucket, and its copy
 }
@@ -153,6 +155,10 @@ class Kit:
         self.way, self.model = way, copy.deepcopy(given(way.normed)[0])
         self.optimizer = optimizer(self.model, way.momentum)
         self.engine: sequential.Engine = reproducible.Engine(SHARES, 1) if way.virtual else sequential.Engine()
+        if way.stages > 1:
+            self.model = nn.Sequential(self.model, *(nn.Identity() for _ in range(way.stages - 1)))
+            cuts = ";".join(str(stage) for stage in range(1, way.stages))
+            self.engine = pipeline.Engine(way.stages, micros=way.stages, cut=cuts)
         self.engine.accumulate = way.accumulate
         self.engine.open(self.model, self.optimizer, F.cross_entropy)
 
