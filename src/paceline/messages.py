@@ -77,22 +77,22 @@ class Collective:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a codec may depend on beside a bucket's values. ``wants_sent``: `Coded.sent` is needed."""
+    """What a codec may depend on beside values. ``wants_residual``: `Coded.residual` is, and may take their memory."""
 
     step: int
     rank: int
     size: int
-    wants_sent: bool = False
+    wants_residual: bool = False
 
 
 @dataclass
 class Coded:
     """The result of a codec. ``total``: the sum of all nodes' values, as all of them have it. ``state``: of the next
-    step, if this one is applied. ``sent``: this node's part of the total; None: all of its values."""
+    step, if this one is applied. ``residual``: what of this node's values is not in the total; None: nothing."""
 
     total: Tensor
     state: Any = None
-    sent: Tensor | None = None
+    residual: Tensor | None = None
 
 
 CodecRun = Generator[Collective, Any, Coded]

@@ -38,10 +38,10 @@ class Codec(Wrapper):
 
     def run(self, bucket: Bucket, values: Tensor, state: Any, context: StepContext) -> CodecRun:
         residual, deeper = state
-        wanted = values if residual is None else values + residual
-        # without a copy: a codec that sends all values may receive their sum in the same memory
-        coded = yield from self.inner.run(bucket, wanted, deeper, dataclasses.replace(context, wants_sent=True))
-        return Coded(coded.total, (None if coded.sent is None else wanted - coded.sent, coded.state), coded.sent)
+        # a copy, which the residual may stay in
+        wanted = values.clone() if residual is None else values + residual
+        coded = yield from self.inner.run(bucket, wanted, deeper, dataclasses.replace(context, wants_residual=True))
+        return Coded(coded.total, (coded.residual, coded.state), coded.residual)
 
     def keep_unapplied(self, before: Any, after: Any, unused: Sequence[slice]) -> Any:
         (old, deep), (new, deeper) = before, after

@@ -40,13 +40,14 @@ class Codec(contract.Codec):
     def run(self, bucket: Bucket, values: Tensor, state: Any, context: StepContext) -> CodecRun:
         real, dtype = values.dtype.to_real(), values.dtype
         payload = (torch.view_as_real(values).reshape(-1) if values.is_complex() else values).to(self.type)
-        sent = _like(payload, dtype) if context.wants_sent and real != self.type else None
+        rounds = context.wants_residual and real != self.type
+        residual = values.sub_(_like(payload, dtype)) if rounds else None
         if self._gathers(bucket, context.size, dtype):
             one, other = yield Collective(ALL_GATHER, payload)
             whole = one.to(real).add_(other)
         else:
             whole = yield from row_sum(bucket, payload)
-        return Coded(_like(whole, dtype), sent=sent)
+        return Coded(_like(whole, dtype), residual=residual)
 
     def _gathers(self, bucket: Bucket, size: int, dtype: torch.dtype) -> bool:
         return size == 2 and bucket.kind == DENSE and dtype.to_real().itemsize > self.type.itemsize

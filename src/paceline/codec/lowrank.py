@@ -2,13 +2,13 @@
 
     P = sum of M Q, orthonormalised        (rows, r)
     Q = sum of M.T P                       (columns, r), kept for the next step (warm start)
-    the gradient is P Q.T, of which this node has sent P (M.T P).T
+    the gradient is P Q.T, of which this node has sent P (M.T P).T: the rest is its residual
 
 *Use* as ``feedback/lowrank:2``, with ``exchange="allreduce:forms=dense"``: then all parameters share few buckets, and
 a step has few collectives instead of two for each large weight. Vectors, and matrices that this makes less than
 ``min_rate`` times smaller, are sent whole in the first sum.
 *Cost*: 2 (N - 1) / N r (rows + columns) numbers instead of 2 (N - 1) / N rows columns, and 4 r rows columns
-floating-point operations, twice with feedback.
+floating-point operations, 6 with feedback.
 *Invariants*: P and Q are the same on all nodes; r >= the rank of every node's matrix: exact; the sum of what all nodes
 have sent is the gradient.
 *Source*: Vogels, Karimireddy & Jaggi 2019 (arXiv 1905.13727), algorithms 1 and 2.
@@ -67,13 +67,17 @@ class Codec(contract.Codec):
         with _loading:
             lefts = [torch.linalg.qr(left).Q for left in lefts]
         rights = [matrix.mH @ left for matrix, left in zip(matrices.values(), lefts, strict=True)]
-        sent = _filled(parts, shapes, lefts, rights, small) if context.wants_sent else None
+        if context.wants_residual:
+            for matrix, left, right in zip(matrices.values(), lefts, rights, strict=True):
+                matrix.addmm_(left, right.mH, alpha=-1)
+            for part in small:
+                part.zero_()
         if rights:
             _, rights = yield from _summed([], rights)
         total = _filled(parts, shapes, lefts, rights, whole)
         warm = [right / right.abs().amax().clamp(min=torch.finfo(right.dtype).tiny) for right in rights]
         state = seed, self.rank, self.min_rate, warm
-        return Coded(total.to(values.dtype), state, None if sent is None else sent.to(values.dtype))
+        return Coded(total.to(values.dtype), state, flat.to(values.dtype) if context.wants_residual else None)
 
     def on_view_change(self, bucket: Bucket, state: Any, seed: int) -> Any:
         return self.init(bucket, seed)

@@ -61,9 +61,9 @@ class Codec(contract.Codec):
         noise = torch.rand(blocks.shape, generator=generator, dtype=flat.dtype, device=flat.device)
         wanted = torch.where(usable, blocks / torch.where(usable, step, 1), 0)
         codes = (wanted + noise).floor_().clamp_(-levels, levels).to(torch.int8)
-        sent = _like(codes * step, values) if context.wants_sent else None
+        residual = values.sub_(_like(codes * step, values)) if context.wants_residual else None
         total = (yield Collective(SUM, codes.reshape(-1))).view(blocks.shape)
-        return Coded(_like(total * step, values), state, sent)
+        return Coded(_like(total * step, values), state, residual)
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:

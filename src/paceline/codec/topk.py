@@ -37,12 +37,12 @@ class Codec(contract.Codec):
         k = self._k(bucket.numel)
         positions = values.abs().topk(k, sorted=False).indices.sort().values
         payload = torch.cat([positions.to(torch.int32).view(torch.uint8), values[positions].view(torch.uint8)])
-        sent = torch.zeros_like(values).index_copy_(0, positions, values[positions]) if context.wants_sent else None
+        residual = values.index_fill_(0, positions, 0) if context.wants_residual else None
         first, *others = yield Collective(ALL_GATHER, payload, even=False)
         whole = self._decoded(first, values)
         for other in others:
             whole += self._decoded(other, values)
-        return Coded(whole, sent=sent)
+        return Coded(whole, residual=residual)
 
     def _k(self, numel: int) -> int:
         return math.ceil(self.keep * numel - 1e-9)  # 0.07 of 100 is 7.000000000000001

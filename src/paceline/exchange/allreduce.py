@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline import contract, messages, transport
 from paceline.codec.encoding.packing import MIN_BYTES, packed
@@ -151,7 +152,7 @@ class Exchange(contract.Exchange):
         memory = {gradient.bucket.index: state for gradient, state in sums if gradient.flat is not None}
         if all(each is None for each in memory.values()):
             self.memory.update(memory)
-        elif vote.weight and all(bool(part.isfinite().all()) for gradient, _ in sums for part in gradient.parts):
+        elif vote.weight and all(_is_finite(part) for gradient, _ in sums for part in gradient.parts):
             for i, after in memory.items() if self.codec.has_residual else ():
                 memory[i] = self.codec.keep_unapplied(self.memory[i], after, self._unused(self.buckets[i], vote.used))
             self.memory.update(memory)
@@ -261,6 +262,12 @@ class Exchange(contract.Exchange):
     def _stop(self) -> None:
         if self._flow:
             self._flow.close()
+
+
+def _is_finite(values: Tensor) -> bool:
+    """In one pass; `Tensor.isfinite` makes several tensors as large."""
+    real = torch.view_as_real(values) if values.is_complex() else values
+    return not real.numel() or all(bool(each.isfinite()) for each in real.aminmax())
 
 
 class _PendingGradient(messages.PendingGradient):

@@ -52,7 +52,7 @@ def collected(
     states = [codec.init(bucket, SEED) for _ in values] if states is None else states
     return in_process(
         [
-            codec.run(bucket, flat, state, StepContext(step, rank, len(values), wants_sent=True))
+            codec.run(bucket, flat.clone(), state, StepContext(step, rank, len(values), wants_residual=True))
             for rank, (flat, state) in enumerate(zip(values, states, strict=True))
         ]
     )
@@ -100,7 +100,8 @@ def collectives_are_as_declared_and_all_nodes_get_one_sum(
         assert result.total.dtype == dtype
         assert result.total.any(), "nothing arrived"
         assert equal(result.total, coded[0].total)
-        assert result.sent is None or (result.sent.shape, result.sent.dtype) == ((bucket.numel,), dtype)
+        owed = result.residual
+        assert owed is None or (owed.shape, owed.dtype) == ((bucket.numel,), dtype)
 
 
 def equal_inputs_give_equal_payloads_from_two_codecs(make: Make, bucket: Bucket) -> None:
@@ -109,7 +110,7 @@ def equal_inputs_give_equal_payloads_from_two_codecs(make: Make, bucket: Bucket)
         states = used(codec, bucket, torch.float32, 3)
         coded, collectives = collected(codec, gradients(bucket, torch.float32, 3, 2), 2, bucket, states)
         payloads = [one.payload for each in collectives for one in each]
-        found.append(([(each.total, each.sent, each.state) for each in coded], payloads))
+        found.append(([(each.total, each.residual, each.state) for each in coded], payloads))
     assert equal(*found)
 
 
@@ -151,15 +152,15 @@ def whole_numbers_arrive_as_their_sum(make: Make, bucket: Bucket, dtype: torch.d
 
 def an_exact_codec_is_the_identity(make: Make, bucket: Bucket, dtype: torch.dtype) -> None:
     codec, (flat,) = make(), gradients(bucket, dtype, 1)
-    (coded,), _ = collected(codec, [flat.clone()], bucket=bucket)
-    assert codec.fidelity != "exact" or (torch.equal(coded.total, flat) and coded.sent is None)
+    (coded,), _ = collected(codec, [flat], bucket=bucket)
+    assert codec.fidelity != "exact" or (torch.equal(coded.total, flat) and coded.residual is None)
 
 
 def all_that_was_sent_is_the_sum(make: Make, bucket: Bucket, dtype: torch.dtype, size: int) -> None:
     """Or else a residual is kept that is not owed."""
     codec, values = make(), gradients(bucket, dtype, size)
-    coded, _ = collected(codec, [each.clone() for each in values], bucket=bucket)
-    sent = [flat if each.sent is None else each.sent for flat, each in zip(values, coded, strict=True)]
+    coded, _ = collected(codec, values, bucket=bucket)
+    sent = [flat if each.residual is None else flat - each.residual for flat, each in zip(values, coded, strict=True)]
     rounds_sums = codec.fidelity == "rounded" and size > 2
     close = SIXTEEN_BITS if rounds_sums else CLOSE.get(dtype, 1e-5)
     largest = sum(float(each.abs().max()) for each in values)
