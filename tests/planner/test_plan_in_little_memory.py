@@ -77,3 +77,5 @@ def test_a_plan_refuses_what_needs_more_and_its_choice_trains(limited):
         assert needed > usable == 900
     assert "pipeline:2" in found.stdout.splitlines()[-1]
     assert "trained" in limited("run", "--engine", "pipeline:2").stdout
+    killed = limited("run", "--engine", "replicas:2")
+    assert (killed.returncode, killed.stdout) == (137, ""), killed.stderr
