@@ -309,10 +309,8 @@ class PendingGradient:
 
 @dataclass
 class StepOutcome:
-    """The outcome of a step on every rank: the decision, all gradients in order, and the merged vote.
-
-    ``pending``: instead of gradients, where the update may be deferred; in the order of arrival.
-    """
+    """The outcome of a step on every rank: the decision, all gradients in order, and the merged vote. ``pending``:
+    instead of gradients, where the update may be deferred; in the order of arrival."""
 
     decision: Decision
     gradients: list[Gradient] = field(default_factory=list)
@@ -346,10 +344,8 @@ class Target:
 @dataclass(frozen=True)
 class Update:
     """An update of the weights, which only `Engine.apply` executes. Targets are written after gradients are applied.
-
     ``used``: 1 for each parameter that any backward pass reached. ``pending``: instead of gradients, where the update
-    may be deferred.
-    """
+    may be deferred."""
 
     gradients: Sequence[Gradient] = ()
     used: bytes = b""
@@ -383,15 +379,17 @@ class CommCost:
 class ExchangeTraffic:
     """The communication pattern of an exchange and its codec. *Units*: bytes per value sent; 0: of the value's type.
 
-    ``factors``: fully-connected layers may be sent as factors. ``gathers``: gradients are all-gathered, and every node
-    sums them itself. ``every``: 0, or the period of weight averaging (local SGD), without gradients. ``forward``:
-    communication may overlap with the next forward pass. ``loses``: the codec is lossy, so its smaller size does not
-    count against factors. ``norm_sums``: all-reduces of synchronised batch norm per step; ``norm_numel``: their values.
+    ``factors``: fully-connected layers may be sent as factors. ``copy_bytes``: a node sends its Nth of the sum on, as
+    a copy. ``gathers``: gradients are all-gathered, and every node sums them. ``every``: 0, or the period of weight
+    averaging (local SGD), without gradients. ``forward``: communication may overlap with the next forward pass.
+    ``loses``: a lossy codec, whose smaller size does not count against factors. ``norm_sums``: all-reduces of
+    synchronised batch norm per step; ``norm_numel``: their values.
     """
 
     factors: bool = True
     dense_bytes: float = 0.0
     factor_bytes: float = 0.0
+    copy_bytes: float = 0.0
     gathers: bool = False
     every: int = 0
     forward: bool = False

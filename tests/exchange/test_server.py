@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import ranks
-from nodes import HIDDEN, MODELS, OPTIMIZERS, Plain, Rank, build, gap, reference, rows
+from nodes import HIDDEN, MODELS, OPTIMIZERS, Plain, Rank, Wide, build, gap, reference, rows
 from paceline.engine.node.optimizer_shards import ELEMENTWISE
+from paceline.exchange.flow.costs import ring
 from paceline.link.memory import world
 from paceline.messages import Bucket, CommCost
 from paceline.registry import parse
@@ -314,3 +315,22 @@ def test_it_sends_what_it_says(size):
     cost = rank.exchange.cost([bucket], 1, size)
     assert cost == CommCost(2 * (size - 1) + 1, (2 * size - 1) / size * 4 * bucket.numel)
     assert parse("exchange", "server").divides_optimizer
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_step_sends_what_is_declared(size):
+    """On rings: all parts but its own, as they are added up; its own once more, as a copy; and its own to all."""
+
+    def work(link):
+        rank = train(link, build(Wide), OPTIMIZERS["momentum"])
+        lane, exchange = rank.exchange._lane, rank.exchange
+        before = lane.sent_bytes
+        rank.train(DATA)
+        sent, declared = (lane.sent_bytes - before) / len(DATA), exchange.cost(exchange.buckets, 1, size).bytes
+        link.cost = ring(size)
+        whole = sum(bucket.numel for bucket in exchange.buckets)
+        return sent / declared, exchange.cost(exchange.buckets, 1, size).bytes / whole
+
+    for sent, per_value in ranks.run(size, work):
+        assert sent == pytest.approx(2, rel=1e-3), "declared for 32 bits, trained in 64"
+        assert per_value == pytest.approx(4 * (2 * size - 1) / size, rel=0.01)

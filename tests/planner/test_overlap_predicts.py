@@ -270,6 +270,8 @@ BIG = LayerTiming("head", 1_000_000, 2_000, 8.0, dense_s=0.1, factors_s=0.05, pr
         (ExchangeTraffic(factor_bytes=2), 3 * 8 * 2000 * 2, FACTORS),  # computed in 16 bits everywhere
         (ExchangeTraffic(factors=False), 2 * 3 / 4 * 4e6, DENSE),
         (ExchangeTraffic(factors=False, dense_bytes=2), 2 * 3 / 4 * 2e6, DENSE),  # codec half
+        (ExchangeTraffic(factors=False, dense_bytes=0.03), 2 * 3 / 4 * 0.03e6, DENSE),  # feedback/lowrank
+        (ExchangeTraffic(factors=False, copy_bytes=4), 7 / 4 * 4e6, DENSE),  # exchange server
         (ExchangeTraffic(factors=False, dense_bytes=0.08, gathers=True), 3 * 0.08e6, DENSE),  # feedback/topk
         (
             ExchangeTraffic(dense_bytes=0.01, gathers=True, loses=True),

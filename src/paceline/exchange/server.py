@@ -210,8 +210,7 @@ class Exchange(allreduce.Exchange):
         self.optimizer.assemble({})  # where it is still divided, after an error
 
     def traffic(self, dtype: torch.dtype) -> ExchangeTraffic:
-        # among three nodes, in values of an all-reduce
-        return ExchangeTraffic(factors=False, dense_bytes=dtype.itemsize * (2 * 3 - 1) / (2 * 3 - 2))
+        return ExchangeTraffic(factors=False, copy_bytes=dtype.itemsize)
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
         link_cost, total = cost_of(self.link, size), CommCost(0, 0)

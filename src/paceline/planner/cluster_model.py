@@ -130,7 +130,9 @@ def traffic(
         return gathered(round(rows * part.sides * wire_format.factor_bytes), nodes)
     if wire_format.ways.gathers:
         return gathered(round(part.numel * wire_format.dense_bytes), nodes)
-    return summed(part.numel * int(wire_format.dense_bytes), nodes, collectives(nodes))
+    cost = summed(round(part.numel * wire_format.dense_bytes), nodes, collectives(nodes))
+    copy_bytes = part.numel / nodes * wire_format.ways.copy_bytes
+    return cost + CommCost(1, copy_bytes) if copy_bytes else cost
 
 
 def packed(part: LayerTiming, form: str, nodes: int, ways: ExchangeTraffic) -> float:
