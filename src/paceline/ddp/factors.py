@@ -119,7 +119,7 @@ class Factors:
         weight = self.weights.get(id(module))
         if weight is None or not torch.is_grad_enabled():
             return
-        if len(inputs) != 1 or not isinstance(output, Tensor) or _saved_elsewhere():
+        if len(inputs) != 1 or not isinstance(output, Tensor) or saved_elsewhere():
             weight.missed = True
             return
         right = inputs[0].detach()
@@ -138,6 +138,6 @@ def _keep(weight: Weight, left: Tensor, right: Tensor) -> None:
         weight.rows.append((left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])))
 
 
-def _saved_elsewhere() -> bool:
+def saved_elsewhere() -> bool:
     """Whether activations are computed again, or kept elsewhere, to save memory: then they are not kept here."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

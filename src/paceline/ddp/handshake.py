@@ -18,16 +18,23 @@ WAIT = timedelta(seconds=60)  # ranks have just verified their parameters togeth
 ROWS = 8, 64  # of the products that are compared
 
 
-def exchange(store: Any, number: int, rank: int, size: int, weights: Sequence[Weight]) -> list[dict[str, Any]]:
-    """Every rank's message; empty if one sends none within WAIT, as with torch's own class on that rank."""
+def exchange(
+    store: Any, number: int, rank: int, size: int, weights: Sequence[Weight], fused: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Every rank's message; empty if one sends none within WAIT, as with torch's own class on that rank. Raises
+    ValueError where ranks leave other weights (``fused``) to their optimizer."""
     own = {"addresses": addresses(), "weights": [_fingerprint(weight) for weight in weights], "machine": _machine()}
+    own["fused"] = list(fused)
     store.set(f"paceline/ddp/handshake/{number}/{rank}", json.dumps(own))
     keys = [f"paceline/ddp/handshake/{number}/{other}" for other in range(size)]
     try:
         store.wait(keys, WAIT)
     except RuntimeError:
         return []
-    return [json.loads(store.get(key)) for key in keys]
+    messages = [json.loads(store.get(key)) for key in keys]
+    if unlike := [i for i, one in enumerate(messages) if one["fused"] != own["fused"]]:
+        raise ValueError(f"rank {unlike[0]} has another PACELINE_DDP_OPTIMIZER, or another model, than rank {rank}")
+    return messages
 
 
 def alike(messages: Sequence[dict[str, Any]]) -> bool:

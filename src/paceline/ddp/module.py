@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import DistributedDataParallel as Base
 
-from paceline.ddp import handshake, import_hook, stopwatch
+from paceline.ddp import fused, handshake, import_hook, stopwatch
 from paceline.ddp.exchange import UNLIKE, BucketSums
 from paceline.ddp.factors import Factors
 from paceline.ddp.lost_ranks import watch
@@ -44,14 +44,20 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
     _sums: BucketSums | None = None
     _theirs: tuple[Any, Callable[..., Any]] | None = None
     _stopwatch: stopwatch.Stopwatch | None = None
+    _fused: fused.Fused | None = None
 
     def __init__(self, module: nn.Module, *arguments: Any, **options: Any):
-        super().__init__(module, *arguments, **options)
+        kept = fused.wanted(module, _compiled(module))
+        with kept.kept_out(module) if kept else contextlib.nullcontext():
+            super().__init__(module, *arguments, **options)
+        self._fused = kept
         self._stopwatch = stopwatch.made(self.process_group)
         if dist.get_world_size(self.process_group) > 1 and dist.get_backend(self.process_group) == "gloo":
             self._sums = self._made(module)
         if self._sums:
             _install(self, self._sums)
+        if kept:
+            kept.begin(self.process_group)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         if self._stopwatch and torch.is_grad_enabled():
@@ -66,7 +72,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         factors = None if self._left_to_torch(module) else Factors(module, size)
         weights = list(factors.of.values()) if factors else []
         number = store.add(f"paceline/ddp/made/{rank}", 1)  # of those that all ranks have made
-        messages = handshake.exchange(store, number, rank, size, weights)
+        messages = handshake.exchange(store, number, rank, size, weights, self._fused.names if self._fused else [])
         sums = None
         if factors and weights and handshake.alike(messages):
             sums = BucketSums(factors, group, store, number, _timeout(group))
@@ -76,7 +82,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         return sums
 
     def _left_to_torch(self, module: nn.Module) -> bool:
-        if self._delay_all_reduce_all_params or self._use_python_reducer or self._comm_hooks:
+        if self._fused or self._delay_all_reduce_all_params or self._use_python_reducer or self._comm_hooks:
             return True
         asked = os.environ.get(import_hook.VARIABLE) == import_hook.TORCHS
         return asked or _compiled(module) or _sparse(module)
@@ -108,7 +114,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
 
     @contextlib.contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
-        with super()._inside_ddp_forward():
+        with super()._inside_ddp_forward(), self._rows_kept():
             if self._sums and self.require_backward_grad_sync:
                 self._sums.between_passes()
             looks = self._sums and not self._theirs and torch.is_grad_enabled()
@@ -117,6 +123,9 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
                     yield
             else:
                 yield
+
+    def _rows_kept(self) -> contextlib.AbstractContextManager[None]:
+        return self._fused.forward(self._join_config.enable) if self._fused else contextlib.nullcontext()
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """Of a rank that has joined: its part of every sum is nothing."""
@@ -132,7 +141,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
 
     def __getstate__(self) -> Any:
         state = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {**state, "_sums": None, "_theirs": None, "_stopwatch": None}
+        return {**state, "_sums": None, "_theirs": None, "_stopwatch": None, "_fused": None}
 
 
 def _install(module: DistributedDataParallel, sums: BucketSums) -> None:

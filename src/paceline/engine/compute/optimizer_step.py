@@ -79,7 +79,7 @@ def finish(
     for one in factored if applied else ():
         group = groups.get(id(one.parameter))
         if group is not None:
-            _step(one, optimizer.state[one.parameter], group, _factor(rule, norm))
+            step_factored(one, optimizer.state[one.parameter], group, _factor(rule, norm))
     return applied, norm
 
 
@@ -142,7 +142,7 @@ def norms(grads: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _step(one: Factored, state: dict[str, Any], group: dict[str, Any], factor: float) -> None:
+def step_factored(one: Factored, state: dict[str, Any], group: dict[str, Any], factor: float) -> None:
     """w, b, g: weight, buffer, gradient with decay. b' = mu b + (1 - dampening) g, and w' = w - lr b' or Nesterov's."""
     lr, momentum, decay = float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
     if group["maximize"]:

@@ -1,0 +1,80 @@
+"""SGD from factors under our DistributedDataParallel: torch's weights, or an error that says what it is not for."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from test_as_torchs import SCRIPTS, ranks
+from torch import nn
+
+from paceline.ddp import fused
+
+EXACT = 1e-12  # of sums in another order
+SERVED = (
+    *("plain", "dropout", "again", "accumulated", "two forwards", "unused here", "unused everywhere", "own group"),
+    *("float32", "more rows than pay", "nesterov, decay", "no momentum", "cleared last", "cleared to zero"),
+    *("cleared in between", "saved", "foreach", "fused of torch"),
+)
+NOT_COMPUTED, NOT_ALONE = "is not computed, and aten", "got a gradient that is not its layer's alone"
+REFUSED = {
+    **dict.fromkeys(("clipped", "penalty", "tied", "scaled", "read"), NOT_COMPUTED),
+    **dict.fromkeys(("module alone", "checkpointed"), NOT_ALONE),
+    **dict.fromkeys(("ZeRO", "Adam"), "is for torch.optim.SGD without closure and hooks; this one is"),
+    "joined": "is not for join() of uneven inputs",
+    "compiled": "is not for a compiled model",
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fused")
+    for code, text in ranks(folder, SCRIPTS / "under_fused.py", folder):
+        assert code == 0, text
+    return json.loads((folder / "said.json").read_text())
+
+
+@pytest.mark.dear
+def test_every_case_is_looked_at(said):
+    assert sorted(said) == sorted([*SERVED, *REFUSED])
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize("case", SERVED)
+def test_weights_are_those_of_torchs_class(said, case):
+    one = said[case]
+    assert one["gap"] <= (1e-6 if case == "float32" else EXACT)
+    assert one["bit-equal"], "replicas differ"
+    assert one["weights"] == 2
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_it_is_not_for_is_refused_by_name(said, case):
+    assert REFUSED[case] in said[case]["refused"]
+    assert "without PACELINE_DDP_OPTIMIZER=fused this script runs as it is" in said[case]["refused"]
+
+
+def test_a_gradient_that_is_not_computed_can_be_cleared_and_nothing_else():
+    weight = nn.Parameter(torch.ones(3, 4))
+    weight.grad = fused.Unread.of("its name", weight)
+    other = nn.Parameter(torch.ones(2))
+    other.grad = torch.ones(2)
+    torch.optim.SGD([weight, other], lr=1.0).zero_grad(set_to_none=False)
+    assert weight.grad.cleared
+    assert not other.grad.any()
+    for look in (nn.utils.clip_grad_value_, nn.utils.clip_grad_norm_, lambda *_: weight.grad + 1):
+        with pytest.raises(
+            RuntimeError, match=r"the gradient of 'its name' is not computed, and aten\.\w+\.\w+ uses it"
+        ):
+            look([other, weight], 1.0)
+    with pytest.raises(RuntimeError, match="of a penalty on the weight"):
+        (weight * 2).sum().backward()
+
+
+def test_another_value_of_the_variable_is_told(monkeypatch):
+    monkeypatch.setitem(os.environ, fused.VARIABLE, "adam")
+    with pytest.raises(ValueError, match="PACELINE_DDP_OPTIMIZER is 'fused' or not set, not 'adam'"):
+        fused.wanted(nn.Linear(2, 2), False)

@@ -1,0 +1,103 @@
+"""Two ranks train the same job under torch's DistributedDataParallel and under ours with SGD from factors.
+
+    under_fused.py FOLDER
+
+Rank 0 writes FOLDER/said.json: for each case how far the weights are apart, or what was refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from under_ddp import CASES, STEPS, Net, Ours, Theirs, batches, gap, train
+
+from paceline.ddp import fused
+
+SGD = {"nesterov": True, "momentum": 0.9, "weight_decay": 1e-3}
+
+
+def by_hand(kind, clear="first", optimizer=torch.optim.SGD, scaled=False, reads=False, save=False, times=1, **how):
+    """``clear``: when gradients are cleared: first; last; twice, also between two backward passes; to zero. ``times``
+    as many rows."""
+    torch.manual_seed(0)
+    module = kind(Net().double())
+    made = optimizer(module.parameters(), lr=0.05, **how)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    for number, (x, y) in enumerate((x.repeat(times, 1), y.repeat(times)) for x, y in batches(STEPS)):
+        if clear == "zero":
+            made.zero_grad(set_to_none=False)
+        elif clear != "last":
+            made.zero_grad()
+        if clear == "twice":
+            F.cross_entropy(module(x.flip(0)), y).backward()
+            made.zero_grad()
+        scaler.scale(F.cross_entropy(module(x), y)).backward()
+        if reads:
+            float(module.module.first.weight.grad.abs().max())
+        scaler.step(made)
+        scaler.update()
+        if clear == "last":
+            made.zero_grad()
+        if save and number == STEPS // 2:  # by either class, to either
+            state = made.state_dict()
+            made = optimizer(module.parameters(), lr=0.05, **how)
+            made.load_state_dict(state)
+    return module
+
+
+OWN = {
+    "more rows than pay": {"times": 40, "momentum": 0.9},
+    "nesterov, decay": SGD,
+    "no momentum": {},
+    "cleared last": {"clear": "last", "momentum": 0.9},
+    "cleared to zero": {"clear": "zero", "momentum": 0.9},
+    "cleared in between": {"clear": "twice", "momentum": 0.9},
+    "saved": {"save": True, "momentum": 0.9},
+    "foreach": {"foreach": True, "momentum": 0.9},
+    "fused of torch": {"fused": True, "momentum": 0.9},
+    "Adam": {"optimizer": torch.optim.Adam},
+    "scaled": {"scaled": True},
+    "read": {"reads": True},
+}
+
+
+OF_BOTH = (
+    *("plain", "clipped", "dropout", "penalty", "tied", "again", "accumulated", "two forwards", "module alone"),
+    *("joined", "unused here", "unused everywhere", "checkpointed", "own group", "ZeRO", "float32", "compiled"),
+)
+
+
+def outcome(play):
+    theirs = play(Theirs)
+    os.environ[fused.VARIABLE] = fused.FUSED
+    try:
+        ours = play(Ours)
+    except (RuntimeError, ValueError) as error:
+        return {"refused": str(error)}
+    finally:
+        del os.environ[fused.VARIABLE]
+    told = [None, None]
+    dist.all_gather_object(told, [each.tolist() for each in ours.module.parameters()])
+    return {"gap": gap(ours, theirs), "bit-equal": told[0] == told[1], "weights": len(ours._fused.names)}
+
+
+def main(folder):
+    dist.init_process_group("gloo")
+    said = {}
+    for name in OF_BOTH:
+        said[name] = outcome(partial(train, **CASES[name]))
+    for name, how in OWN.items():
+        said[name] = outcome(partial(by_hand, **how))
+    if dist.get_rank() == 0:
+        (Path(folder) / "said.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
