@@ -326,7 +326,7 @@ def test_the_launcher_dies_and_rank_0_and_the_training_ends_as_if_nothing_had_be
 @pytest.mark.parametrize("kind", CLASSES)
 def test_every_class_of_fault_is_outlived(kind):
     long = max((most for _, most in faults.LASTS.get(kind, ())), default=0.0) > 8
-    (one,) = played(kinds=[kind], nodes=4, epochs=30 if long else 12)
+    (one,) = played(kinds=[kind], nodes=3, epochs=30 if long else 12)
     assert one.fault.kind == kind
     assert one.lost <= 1 or kind in ENDING
 
