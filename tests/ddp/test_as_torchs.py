@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 EXACT = 1e-12  # of sums in another order
 SENT_WHOLE = {  # no factors: they are not the whole gradient, or another's hook sums
     *("penalty", "module alone", "allreduce hook", "fp16 hook", "built-in fp16 hook", "PowerSGD hook", "autocast"),
-    *("compiled", "compiled whole"),
+    *("compiled", "compiled whole", "traced"),
 }
 CASES = (
     *("plain", "clipped", "dropout", "penalty", "tied", "again", "accumulated", "two forwards", "module alone"),
@@ -37,7 +37,7 @@ CASES = (
         "fp16 hook",
         "built-in fp16 hook",
     ),
-    *("PowerSGD hook", "ZeRO", "float32", "autocast", "compiled", "compiled whole"),
+    *("PowerSGD hook", "ZeRO", "float32", "autocast", "traced", "compiled", "compiled whole"),
 )
 
 

@@ -59,11 +59,13 @@ def batches(steps, kind=torch.float64, uneven=True):
 
 def train(
     kind, net=None, wrap=None, steps=STEPS, penalty=0.0, accumulate=0, twice=False, join=None, hook=None, alone=False,
-    zero=False, dtype=torch.float64, autocast=False, compiled="", clip=None, late=False,
+    zero=False, dtype=torch.float64, autocast=False, compiled="", clip=None, late=False, traced=False,
 ):  # fmt: skip
     torch.manual_seed(0)
     wrap = {name: dist.new_group() if value == "new" else value for name, value in (wrap or {}).items()}
     made = Net(**(net or {})).to(dtype)
+    if traced:
+        made = torch.jit.trace(made, torch.randn(4, IN, dtype=dtype), check_trace=False)
     module = kind(torch.compile(made, backend="eager") if compiled == "inside" else made, **wrap)
     forward = torch.compile(module, backend="eager") if compiled == "outside" else module
     if hook:
@@ -138,6 +140,7 @@ CASES = {
     "ZeRO": {"zero": True},
     "float32": {"dtype": torch.float32, "net": {"norm": False}},
     "autocast": {"dtype": torch.float32, "autocast": True, "net": {"norm": False}},
+    "traced": {"traced": True},
     "compiled": {"compiled": "inside"},
     "compiled whole": {"compiled": "outside"},
 }
@@ -173,7 +176,7 @@ def main(folder):
             "bit-equal": bool(alike[1]),
             "keys": list(ours.state_dict()) == list(theirs.state_dict()),
             "copies": 0.0
-            if options.keys() & {"compiled", "hook"} or name == "own group"
+            if options.keys() & {"compiled", "hook", "traced"} or name == "own group"
             else gap(copy.deepcopy(ours), ours),
         }
     if dist.get_rank() == 0:

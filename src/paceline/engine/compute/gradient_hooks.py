@@ -37,7 +37,9 @@ def _only_looks(hook: Any) -> bool:
 
 def _is_linear(module: nn.Module) -> bool:
     """Whether it computes as nn.Linear does: neither its class nor the object itself has another forward."""
-    return type(module).forward is nn.Linear.forward and not has_own_forward(module)
+    # of a scripted module the class has no forward that could be asked for
+    linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return linear and not has_own_forward(module)
 
 
 def cut(
