@@ -292,8 +292,8 @@ class Codec:
         raise NotImplementedError
 
     def run(self, bucket: Bucket, values: Tensor, state: Any, context: StepContext) -> CodecRun:
-        """Yields each of `rounds` with its payload, and is sent its result. Neither values nor state are changed;
-        the same arguments give the same payloads."""
+        """Yields each of `rounds` with its payload, and is sent its result. State is not changed, values where a sum or
+        the residual takes their memory; the same arguments give the same payloads."""
         raise NotImplementedError
 
     def keep_unapplied(self, before: Any, after: Any, unused: Sequence[slice]) -> Any:

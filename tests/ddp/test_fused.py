@@ -16,13 +16,18 @@ EXACT = 1e-12  # of sums in another order
 SERVED = (
     *("plain", "dropout", "again", "accumulated", "two forwards", "unused here", "unused everywhere", "own group"),
     *("float32", "more rows than pay", "nesterov, decay", "no momentum", "cleared last", "cleared to zero"),
-    *("cleared in between", "saved", "foreach", "fused of torch"),
+    *("cleared in between", "saved", "foreach", "fused of torch", "attacked", "two modules", "a part of the weights"),
+    *("saved whole", "more rows than pay, to zero", "to zero, foreach"),
 )
 NOT_COMPUTED, NOT_ALONE = "is not computed, and aten", "got a gradient that is not its layer's alone"
 REFUSED = {
     **dict.fromkeys(("clipped", "penalty", "tied", "scaled", "read"), NOT_COMPUTED),
     **dict.fromkeys(("module alone", "checkpointed"), NOT_ALONE),
     **dict.fromkeys(("ZeRO", "Adam"), "is for torch.optim.SGD without closure and hooks; this one is"),
+    "stepped twice": "optimizer.step() was called twice for one gradient",
+    "never cleared": "was used by optimizer.step() and not cleared before the next backward pass",
+    "copied": "is not for copies of a wrapper",
+    "allreduce hook": "is not for communication hooks",
     "joined": "is not for join() of uneven inputs",
     "compiled": "is not for a compiled model",
 }
@@ -54,7 +59,7 @@ def test_weights_are_those_of_torchs_class(said, case):
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_it_is_not_for_is_refused_by_name(said, case):
     assert REFUSED[case] in said[case]["refused"]
-    assert "without PACELINE_DDP_OPTIMIZER=fused this script runs as it is" in said[case]["refused"]
+    assert "without PACELINE_DDP_OPTIMIZER=fused this script runs as it is" in said[case]["refused"] or case == "copied"
 
 
 def test_a_gradient_that_is_not_computed_can_be_cleared_and_nothing_else():
@@ -63,7 +68,7 @@ def test_a_gradient_that_is_not_computed_can_be_cleared_and_nothing_else():
     other = nn.Parameter(torch.ones(2))
     other.grad = torch.ones(2)
     torch.optim.SGD([weight, other], lr=1.0).zero_grad(set_to_none=False)
-    assert weight.grad.cleared
+    assert not weight.grad.calls
     assert not other.grad.any()
     for look in (nn.utils.clip_grad_value_, nn.utils.clip_grad_norm_, lambda *_: weight.grad + 1):
         with pytest.raises(

@@ -2,7 +2,7 @@
 
     forward, backward    of each such layer: its input and the gradient of its output are kept, a row for each sample
     optimizer.step()     first: an all-gather of all ranks' rows, whose product each rank adds to the momentum
-    .grad                stands for the rows that are kept. Cleared, it forgets them; to whoever reads it, an error
+    .grad                has the rows and no values. Cleared, it has none; to whoever reads it, an error
 
 Only a script that leaves `.grad` alone between backward and step can have it, which nobody can see: so it is asked for.
 Rows that are more bytes than their product are multiplied before they are summed, as any other gradient.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -25,40 +24,52 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.ddp.exchange import checksum
 from paceline.ddp.factors import saved_elsewhere
 from paceline.engine.compute.batch import leaves
 from paceline.engine.compute.gradient_hooks import Backward, Call, Pass
 from paceline.engine.compute.optimizer_step import Factored, optimizer_takes_factors, step_factored
-from paceline.messages import FACTORS, Bucket, Gradient
+from paceline.messages import FACTORS, Bucket
 from paceline.report.log import log
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
 VARIABLE, FUSED = "PACELINE_DDP_OPTIMIZER", "fused"
 WITHOUT = f"without {VARIABLE}={FUSED} this script runs as it is"
-UNUSED, IMPURE = -1, -2  # instead of a number of rows
-_alive: weakref.WeakSet[Fused] = weakref.WeakSet()
+UNUSED, IMPURE, DENSE = -1, -2, 1 << 40  # instead of a number of rows
+IGNORED = "_ddp_params_and_buffers_to_ignore"  # by torch's class
+
+_made: list[weakref.ref[Fused]] = []  # in the same order on all ranks
 
 
 class Unread(Tensor):
-    """In the place of a gradient that is not computed. ``name``: of its weight. ``cleared``: it was set to zero."""
+    """In the place of a gradient that is not computed: the rows of which it is the product, or what a step has used."""
 
-    name, cleared = "", False
+    name = ""
+    calls: list[Call]
+    dense: Tensor | None = None  # of rows that were more
+    taken = False  # by a step
 
     @classmethod
     def of(cls, name: str, weight: Tensor) -> Unread:
-        made: Unread = Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)  # type: ignore[attr-defined]
-        made.name = name
+        made: Unread = Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+        made.name, made.calls = name, []
         return made
 
+    def clear(self) -> None:
+        self.calls, self.dense, self.taken = [], None, False
+
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.zero_.default:
-            args[0].cleared = True
-            return args[0]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default):
+            for each in leaves(args):
+                if isinstance(each, cls):
+                    each.clear()
+                else:
+                    each.zero_()
+            return args[0] if func is torch.ops.aten.zero_.default else None
         name = next(each.name for each in leaves((args, kwargs)) if isinstance(each, cls))
         raise RuntimeError(
             f"{VARIABLE}={FUSED}: the gradient of {name!r} is not computed, and {func} uses it (of clipping, a scaler, "
@@ -66,23 +77,35 @@ class Unread(Tensor):
         )
 
 
+class _Rows(Pass):
+    """Of one forward: its calls end with its graph where nobody goes backward through it."""
+
+    def __init__(self, forms: Sequence[str], recording: _Recording):
+        super().__init__(forms, lambda _: None)
+        self.recording = recording
+
+    def wanted(self, call: Call) -> None:
+        self.recording.keep(call)
+
+
 class _Recording(Backward):
-    """Keeps the rows of each layer from backward to the optimizer's step."""
+    """Adds the rows of each layer to what is in the place of its gradient."""
 
     def __init__(self, module: nn.Module):
         super().__init__(module)
         self.watch(early=False)
+        self.close()  # hooks are there in a forward pass alone: a module that is copied or saved has none
         self.forms = [FACTORS if bucket.linear else "" for bucket in self.buckets]
-        self.kept: defaultdict[int, list[Call]] = defaultdict(list)
         self.impure = set[int]()
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Each one has its own rows, which end with its graph where nobody goes backward through it."""
-        state = self._pass = Pass(self.forms, lambda _: None)
+        state = self._pass = _Rows(self.forms, self)
+        self.hook_layers()
         try:
             yield
         finally:
+            self.close()
             self._pass, state.own_pass = None, True
             for index in state.hidden:  # of layers that an error has interrupted
                 self.parameters[self.buckets[index].names[0]].requires_grad_(True)
@@ -92,40 +115,49 @@ class _Recording(Backward):
             super()._enter(bucket, module)
 
     def _record(self, state: Pass, bucket: Bucket, call: Call, left: Tensor) -> None:
-        before = call.left
         super()._record(state, bucket, call, left)
-        if call.left is before:
-            self.impure |= state.impure_factors
+        self.impure |= state.impure_factors
+
+    def keep(self, call: Call) -> None:
+        bucket = self.buckets[call.index]
+        name, weight = bucket.names[0], self.parameters[bucket.names[0]]
+        if weight.grad is None:
+            weight.grad = Unread.of(name, weight)
+        grad = weight.grad
+        if not isinstance(grad, Unread):
+            self.impure.add(call.index)
             return
-        weight = self.parameters[bucket.names[0]]
-        if _forgotten(weight.grad):
-            self.kept[bucket.index].clear()
-            weight.grad = Unread.of(bucket.names[0], weight)
-        self.kept[bucket.index].append(call)
+        if grad.taken:
+            raise RuntimeError(
+                f"{VARIABLE}={FUSED}: the gradient of {name!r} was used by optimizer.step() and not cleared before the "
+                f"next backward pass, which would add to it; call zero_grad() in every step; {WITHOUT}"
+            )
+        grad.calls.append(call)
+        kept = sum(each.numel() for one in grad.calls for each in (one.left, one.right) if each is not None)
+        if kept > weight.numel():  # one gradient takes less memory
+            left, right = self.sides(grad)
+            product = left.T @ right
+            grad.dense, grad.calls = product if grad.dense is None else grad.dense.add_(product), []
 
-    def since_step(self, bucket: Bucket) -> Gradient | int:
-        """All rows since the last step, or why there are none. Forgets them."""
-        weight, calls = self.parameters[bucket.names[0]], self.kept.pop(bucket.index, [])
-        grad, weight.grad = weight.grad, None
-        if bucket.index in self.impure or not (grad is None or isinstance(grad, Unread)):
-            return IMPURE
-        if _forgotten(grad):
-            return UNUSED
-        return self._factors(Pass(self.forms, lambda _: None, calls={bucket.index: calls}), bucket)
-
-
-def _forgotten(grad: Tensor | None) -> bool:
-    return grad is None or (isinstance(grad, Unread) and grad.cleared)
+    def sides(self, grad: Unread) -> tuple[Tensor, Tensor]:
+        """(left, right), a row each, of what is not in ``dense``."""
+        bucket = next(each for each in self.buckets if each.names[0] == grad.name)
+        gradient = self._factors(Pass(self.forms, lambda _: None, calls={bucket.index: grad.calls}), bucket)
+        assert gradient.output_grad is not None
+        assert gradient.layer_input is not None
+        return gradient.output_grad, gradient.layer_input
 
 
 class Fused:
     """The weights of ``module`` that `DistributedDataParallel` leaves to the optimizer's step."""
 
     def __init__(self, module: nn.Module):
-        self.recording = _Recording(module)
-        self.buckets = [bucket for bucket in self.recording.buckets if bucket.linear]
+        self.recording, ignored = _Recording(module), getattr(module, IGNORED, None) or ()
+        self.buckets = [each for each in self.recording.buckets if each.linear and each.names[0] not in ignored]
         self.names = [bucket.names[0] for bucket in self.buckets]
+        self.recording.forms = [FACTORS if each in self.buckets else "" for each in self.recording.buckets]
         self.weights = [self.recording.parameters[name] for name in self.names]
+        self._stepped: list[int] = []  # weights whose gradient the optimizer uses at the moment
         for weight in self.weights:
             if type(weight) is not nn.Parameter or weight.dtype not in (torch.float32, torch.float64):
                 raise ValueError(f"{VARIABLE}={FUSED} is for 32 and 64 bits, and there is a weight of {weight.dtype}")
@@ -133,27 +165,27 @@ class Fused:
     @contextlib.contextmanager
     def kept_out(self, module: nn.Module) -> Iterator[None]:
         """Of the buckets of torch's class, which is made meanwhile."""
-        name = "_ddp_params_and_buffers_to_ignore"
-        before = getattr(module, name, None)
-        setattr(module, name, [*(before or ()), *self.names])
+        before = getattr(module, IGNORED, None)
+        # of a layer that is the whole module torch's class knows the weight as ".weight"
+        setattr(module, IGNORED, [*(before or ()), *self.names, *(f".{name}" for name in self.names)])
         try:
             yield
-        except BaseException:
-            self.recording.close()
-            raise
         finally:
             if before is None:
-                delattr(module, name)
+                delattr(module, IGNORED)
             else:
-                setattr(module, name, before)
+                setattr(module, IGNORED, before)
 
     def begin(self, group: Any) -> None:
         """Every rank gets the weights of the first, as torch's class does with all others."""
+        others = [other for ref in _made if (other := ref())]
+        if any(weight is one for other in others for one in other.weights for weight in self.weights):
+            raise ValueError(f"{VARIABLE}={FUSED}: a weight of this module is in a wrapper already; {WITHOUT}")
         self.group, self.size = group, dist.get_world_size(group)
         for weight in self.weights:
             dist.broadcast(weight.data, dist.get_global_rank(group, 0), group)
         _watch_steps()
-        _alive.add(self)
+        _made[:] = [*map(weakref.ref, others), weakref.ref(self)]
         if dist.get_rank(group) == 0:
             log.info(
                 f"DistributedDataParallel: the optimizer's step takes {len(self.names)} weights' gradients as factors "
@@ -175,26 +207,49 @@ class Fused:
                 f"{VARIABLE}={FUSED} is for torch.optim.SGD without closure and hooks; this one is "
                 f"{type(optimizer).__name__}; {WITHOUT}"
             )
-        found = {i: self.recording.since_step(self.buckets[i]) for i in own}
-        rows = self._agreed(found)
+        rows = self._agreed({i: self._rows(i) for i in own})
         for i in own:
+            weight = self.weights[i]
+            grad, weight.grad = weight.grad, None
             if rows[i] == UNUSED:
                 continue
-            gradient, weight = found[i], self.weights[i]
-            both = _sides(gradient, weight)
-            if rows[i] * self.size * sum(weight.shape) > 2 * weight.numel():
-                weight.grad = (both[0].T @ both[1]).div_(self.size)
-                dist.all_reduce(weight.grad, group=self.group)
-            else:
-                left, right = (self._gathered(side, rows[i]) for side in both)
-                state, group = optimizer.state[weight], groups[id(weight)]
-                step_factored(Factored(weight, left.div_(self.size), right), state, group, 1.0)
+            self._stepped.append(i)
+            grad = grad if isinstance(grad, Unread) else Unread.of(self.names[i], weight)
+            if rows[i] * self.size * sum(weight.shape) > 2 * weight.numel() or not rows[i]:
+                left, right = self.recording.sides(grad)
+                product = left.T @ right
+                weight.grad = product if grad.dense is None else product.add_(grad.dense)
+                if rows[i]:
+                    dist.all_reduce(weight.grad.div_(self.size), group=self.group)
+                continue
+            left, right = (self._gathered(side, rows[i]) for side in self.recording.sides(grad))
+            step_factored(
+                Factored(weight, left.div_(self.size), right), optimizer.state[weight], groups[id(weight)], 1.0
+            )
+            torch.autograd.graph.increment_version(weight)
 
-    def _agreed(self, found: dict[int, Gradient | int]) -> list[int]:
+    def stepped(self) -> None:
+        """Until they are cleared, nobody may take these gradients for others."""
+        for i in self._stepped:
+            grad = self.weights[i].grad = Unread.of(self.names[i], self.weights[i])
+            grad.taken = True
+        self._stepped = []
+
+    def _rows(self, i: int) -> int:
+        grad = self.weights[i].grad
+        if self.buckets[i].index in self.recording.impure or not (grad is None or isinstance(grad, Unread)):
+            return IMPURE
+        if grad is None:
+            return UNUSED
+        if grad.taken:
+            raise RuntimeError(
+                f"{VARIABLE}={FUSED}: optimizer.step() was called twice for one gradient of {grad.name!r}; {WITHOUT}"
+            )
+        return DENSE if grad.dense is not None else len(self.recording.sides(grad)[0])
+
+    def _agreed(self, found: dict[int, int]) -> list[int]:
         """The most rows that any rank has of each weight. Raises where a rank cannot go on, on all ranks."""
-        own = [UNUSED] * len(self.weights)
-        for i, one in found.items():
-            own[i] = one if isinstance(one, int) else len(_sides(one, self.weights[i])[0])
+        own = [found.get(i, UNUSED) for i in range(len(self.weights))]
         marks = [checksum(weight.detach()) for weight in self.weights]
         headers = [torch.empty(2 * len(own), dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(headers, torch.tensor([*own, *marks]), group=self.group)
@@ -219,14 +274,6 @@ class Fused:
         return everyone
 
 
-def _sides(gradient: Gradient | int, weight: Tensor) -> Sequence[Tensor]:
-    if isinstance(gradient, int):
-        return [weight.new_zeros(0, side) for side in weight.shape]
-    assert gradient.output_grad is not None
-    assert gradient.layer_input is not None
-    return gradient.output_grad, gradient.layer_input
-
-
 def wanted(module: nn.Module, compiled: bool) -> Fused | None:
     """If the variable asks for it, and there is a weight that it is for. Raises ValueError where it cannot be had."""
     asked = os.environ.get(VARIABLE, "")
@@ -240,12 +287,27 @@ def wanted(module: nn.Module, compiled: bool) -> Fused | None:
     return made if made.weights and len(made.weights) < len(made.recording.parameters) else None
 
 
+def refuse_hooks(made: Fused | None) -> None:
+    """Of communication, which would be told of all other gradients alone."""
+    if made:
+        raise ValueError(f"{VARIABLE}={FUSED} is not for communication hooks, nor for another group; {WITHOUT}")
+
+
 @cache
 def _watch_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 @torch.no_grad()
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for each in list(_alive):
-        each.step(optimizer, bool(args[1:] or kwargs.get("closure")))
+    closure = any(each is not None for each in (*args[1:], kwargs.get("closure")))
+    for ref in _made:
+        if each := ref():
+            each.step(optimizer, closure)
+
+
+def _after_step(*_: Any) -> None:
+    for ref in _made:
+        if each := ref():
+            each.stepped()

@@ -88,6 +88,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         return asked or _compiled(module) or _sparse(module)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        fused.refuse_hooks(self._fused)
         if not self._sums:
             super().register_comm_hook(state, hook)
             return
@@ -100,6 +101,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """C++ of torch's, by what is the same in Python where our hook is registered already."""
+        fused.refuse_hooks(self._fused)
         if not self._sums:
             super()._register_builtin_comm_hook(comm_hook_type)  # type: ignore[no-untyped-call]
             return
@@ -108,6 +110,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         self.register_comm_hook(self.process_group, hook)
 
     def _update_process_group(self, new_process_group: Any) -> None:
+        fused.refuse_hooks(self._fused)
         super()._update_process_group(new_process_group)  # type: ignore[no-untyped-call]
         if self._sums:  # its connections are those of the ranks before
             self._theirs = new_process_group, default_hooks.allreduce_hook
@@ -125,7 +128,11 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
                 yield
 
     def _rows_kept(self) -> contextlib.AbstractContextManager[None]:
-        return self._fused.forward(self._join_config.enable) if self._fused else contextlib.nullcontext()
+        if not self._fused:
+            return contextlib.nullcontext()
+        if _compiling():
+            raise ValueError(f"{fused.VARIABLE}={fused.FUSED} is not for a compiled model; {fused.WITHOUT}")
+        return self._fused.forward(self._join_config.enable)
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """Of a rank that has joined: its part of every sum is nothing."""
@@ -140,6 +147,8 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
             self._sums.active = True
 
     def __getstate__(self) -> Any:
+        if self._fused:
+            raise ValueError(f"{fused.VARIABLE}={fused.FUSED} is not for copies of a wrapper, but of its .module")
         state = super().__getstate__()  # type: ignore[no-untyped-call]
         return {**state, "_sums": None, "_theirs": None, "_stopwatch": None, "_fused": None}
 

@@ -279,9 +279,8 @@ class Pipelined(Backward):
             self._enter_stage(BACKWARD)
 
     def _leave(self, bucket: Bucket, module: nn.Linear, right: Tensor, output: Tensor | None) -> Tensor | None:
-        hidden = getattr(self._own, "hidden", None) == bucket.index
         output = super()._leave(bucket, module, right, output)
-        if hidden:
+        if output is not None:  # it is part of the graph
             self._check_stage(bucket.names[0])
         return output
 

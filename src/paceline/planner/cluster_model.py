@@ -132,12 +132,12 @@ def traffic(
         return gathered(round(part.numel * wire_format.dense_bytes), nodes)
     cost = summed(round(part.numel * wire_format.dense_bytes), nodes, collectives(nodes))
     copy_bytes = part.numel / nodes * wire_format.ways.copy_bytes
-    return cost + CommCost(1, copy_bytes) if copy_bytes else cost
+    return replace(cost, steps=cost.steps + 1, bytes=cost.bytes + copy_bytes) if copy_bytes else cost
 
 
 def packed(part: LayerTiming, form: str, nodes: int, ways: ExchangeTraffic) -> float:
     """The ratio of lossless compression on a slow network."""
-    if form != FACTORS and ways.gathers:
+    if form != FACTORS and (ways.gathers or ways.copy_bytes):
         return 1.0
     return part.packed_factors if form == FACTORS else part.packed_dense if nodes == 2 else 1.0
 

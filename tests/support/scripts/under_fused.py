@@ -7,6 +7,8 @@ Rank 0 writes FOLDER/said.json: for each case how far the weights are apart, or 
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 import os
 import sys
@@ -21,6 +23,29 @@ from under_ddp import CASES, STEPS, Net, Ours, Theirs, batches, gap, train
 from paceline.ddp import fused
 
 SGD = {"nesterov": True, "momentum": 0.9, "weight_decay": 1e-3}
+
+
+def moved(kind, between=lambda module, loss, x: None, after=lambda made: None, kinds=1, some=None):
+    """A plain training with something ``between`` forward and backward, or ``after`` the step; of ``kinds`` modules."""
+    torch.manual_seed(0)
+    modules = [kind(Net().double()) for _ in range(kinds)]
+    trained = [each for module in modules for each in module.parameters()]
+    made = torch.optim.SGD(trained[some:] if some else trained, lr=0.05, momentum=0.9)
+    for x, y in batches(STEPS):
+        made.zero_grad()
+        x.requires_grad_(True)
+        loss = sum(F.cross_entropy(module(x), y) for module in modules)
+        if (seen := between(modules[0], loss, x)) is not None:
+            loss = F.cross_entropy(modules[0](seen), y)
+        loss.backward()
+        made.step(None)
+        after(made)
+    return modules[-1]
+
+
+def attacked(module, loss, x):
+    """The fast gradient sign method: a pass that gives weights no gradient."""
+    return (x + 0.1 * torch.autograd.grad(loss, x)[0].sign()).detach()
 
 
 def by_hand(kind, clear="first", optimizer=torch.optim.SGD, scaled=False, reads=False, save=False, times=1, **how):
@@ -52,7 +77,18 @@ def by_hand(kind, clear="first", optimizer=torch.optim.SGD, scaled=False, reads=
     return module
 
 
+MOVED = {
+    "attacked": {"between": attacked},
+    "two modules": {"kinds": 2},
+    "a part of the weights": {"some": 2},
+    "stepped twice": {"after": lambda made: made.step()},
+    "never cleared": {"after": lambda made: setattr(made, "zero_grad", lambda: None)},
+    "copied": {"between": lambda module, loss, x: copy.deepcopy(module) and None},
+    "saved whole": {"between": lambda module, loss, x: torch.save(module.module, io.BytesIO())},
+}
 OWN = {
+    "more rows than pay, to zero": {"times": 40, "momentum": 0.9, "clear": "zero"},
+    "to zero, foreach": {"foreach": True, "momentum": 0.9, "clear": "zero"},
     "more rows than pay": {"times": 40, "momentum": 0.9},
     "nesterov, decay": SGD,
     "no momentum": {},
@@ -70,7 +106,17 @@ OWN = {
 
 OF_BOTH = (
     *("plain", "clipped", "dropout", "penalty", "tied", "again", "accumulated", "two forwards", "module alone"),
-    *("joined", "unused here", "unused everywhere", "checkpointed", "own group", "ZeRO", "float32", "compiled"),
+    *(
+        "joined",
+        "unused here",
+        "unused everywhere",
+        "checkpointed",
+        "own group",
+        "ZeRO",
+        "float32",
+        "compiled",
+        "allreduce hook",
+    ),
 )
 
 
@@ -93,6 +139,8 @@ def main(folder):
     said = {}
     for name in OF_BOTH:
         said[name] = outcome(partial(train, **CASES[name]))
+    for name, how in MOVED.items():
+        said[name] = outcome(partial(moved, **how))
     for name, how in OWN.items():
         said[name] = outcome(partial(by_hand, **how))
     if dist.get_rank() == 0:

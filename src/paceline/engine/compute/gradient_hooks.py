@@ -82,8 +82,9 @@ def cut(
 
 @dataclass
 class Call:
-    """One use of a fully-connected layer in this step."""
+    """One use of a fully-connected layer in this step. ``index``: of its bucket."""
 
+    index: int
     right: Tensor
     version: int
     left: Tensor | None = None
@@ -93,16 +94,18 @@ class _Nothing(torch.autograd.Function):
     """Minus zero, as a function of a weight that was out of the graph: connects the layer's output to it again."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, nothing: Tensor, shape: torch.Size, right: Tensor, state: Pass) -> Tensor:
-        ctx.right, ctx.state, ctx.like = right, state, weight.dtype
+    def forward(ctx: Any, weight: Tensor, nothing: Tensor, shape: torch.Size, call: Call, state: Pass) -> Tensor:
+        ctx.call, ctx.state, ctx.like = call, state, weight.dtype
         return nothing.expand(shape)
 
     @staticmethod
     def backward(ctx: Any, *lefts: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        """None in the step's own pass, in which hooks record the factors."""
+        """None in the step's own pass, in which hooks record the factors. Where nobody asks for the weight's gradient,
+        it is not called."""
         if ctx.state.is_own():
+            ctx.state.wanted(ctx.call)
             return None, None, None, None, None
-        left, right = (each.reshape(-1, each.shape[-1]).to(ctx.like) for each in (*lefts, ctx.right))
+        left, right = (each.reshape(-1, each.shape[-1]).to(ctx.like) for each in (*lefts, ctx.call.right))
         return left.T @ right, None, None, None, None
 
 
@@ -128,6 +131,9 @@ class Pass:
     def is_own(self) -> bool:
         """Whether the backward pass that calls this is the step's own."""
         return self.own_pass
+
+    def wanted(self, call: Call) -> None:
+        """Autograd asks for the weight's gradient of this use, not only for one of the layer's input."""
 
     def hide(self, index: int, module: nn.Linear) -> None:
         """Keeps the weight of this bucket out of the graph of its layer's forward."""
@@ -178,9 +184,13 @@ class Backward:
         self._hooks: list[Any] = []
         self._watches: dict[str, Any] = {}
         self._hook_ids: dict[nn.Module, int] = {}  # of this object's forward hook, by layer
+        self._factored = factored
         self.watch()
+        self.hook_layers()
+
+    def hook_layers(self) -> None:
         for bucket in self.buckets:
-            for module in factored.get(bucket.names[0], ()):
+            for module in self._factored.get(bucket.names[0], ()):
                 self._hooks.append(
                     module.register_forward_pre_hook(lambda module, _, bucket=bucket: self._enter(bucket, module))
                 )
@@ -212,6 +222,7 @@ class Backward:
     def close(self) -> None:
         for hook in (*self._hooks, *self._watches.values()):
             hook.remove()
+        self._hooks = []
 
     def run(
         self, forms: Sequence[str], offer: Callable[[Gradient], None], *computes: Callable[[], Tensor | None]
@@ -290,11 +301,11 @@ class Backward:
             if output.requires_grad:
                 state.rows[bucket.index] = state.rows.get(bucket.index, 0) + right[..., 0].numel()
             return None
-        call = Call(right.detach(), right._version)
+        call = Call(bucket.index, right.detach(), right._version)
         kind = output.dtype, output.device
         if (nothing := self._nothing.get(kind)) is None:  # adding it changes no value, not even -0.0
             nothing = self._nothing[kind] = torch.tensor(-0.0, dtype=output.dtype, device=output.device)
-        output = output + _Nothing.apply(weight, nothing, output.shape, call.right, state)  # type: ignore[no-untyped-call]
+        output = output + _Nothing.apply(weight, nothing, output.shape, call, state)  # type: ignore[no-untyped-call]
         state.calls.setdefault(bucket.index, []).append(call)
         output.register_hook(lambda left: self._record(state, bucket, call, left))
         return output
