@@ -83,3 +83,10 @@ def test_another_value_of_the_variable_is_told(monkeypatch):
     monkeypatch.setitem(os.environ, fused.VARIABLE, "adam")
     with pytest.raises(ValueError, match="PACELINE_DDP_OPTIMIZER is 'fused' or not set, not 'adam'"):
         fused.wanted(nn.Linear(2, 2), False)
+
+
+def test_weights_on_another_device_or_of_fewer_bits_are_told():
+    with pytest.raises(ValueError, match="is for CPUs, and there is a weight on meta"):
+        fused.Fused(nn.Linear(300, 400, device="meta"))
+    with pytest.raises(ValueError, match=r"is for 32 and 64 bits, and there is a weight of torch\.bfloat16"):
+        fused.Fused(nn.Linear(300, 400, dtype=torch.bfloat16))

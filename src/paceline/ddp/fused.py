@@ -101,7 +101,7 @@ class _Recording(Backward):
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         state = self._pass = _Rows(self.forms, self)
-        self.hook_layers()
+        self.attach()
         try:
             yield
         finally:
@@ -161,6 +161,8 @@ class Fused:
         for weight in self.weights:
             if type(weight) is not nn.Parameter or weight.dtype not in (torch.float32, torch.float64):
                 raise ValueError(f"{VARIABLE}={FUSED} is for 32 and 64 bits, and there is a weight of {weight.dtype}")
+            if weight.device.type != "cpu":
+                raise ValueError(f"{VARIABLE}={FUSED} is for CPUs, and there is a weight on {weight.device}; {WITHOUT}")
 
     @contextlib.contextmanager
     def kept_out(self, module: nn.Module) -> Iterator[None]:
@@ -178,6 +180,8 @@ class Fused:
 
     def begin(self, group: Any) -> None:
         """Every rank gets the weights of the first, as torch's class does with all others."""
+        if (backend := dist.get_backend(group)) != "gloo":
+            raise ValueError(f"{VARIABLE}={FUSED} is for backend gloo, not {backend}; {WITHOUT}")
         others = [other for ref in _made if (other := ref())]
         if any(weight is one for other in others for one in other.weights for weight in self.weights):
             raise ValueError(f"{VARIABLE}={FUSED}: a weight of this module is in a wrapper already; {WITHOUT}")
@@ -284,11 +288,17 @@ def wanted(module: nn.Module, compiled: bool) -> Fused | None:
     if compiled:
         raise ValueError(f"{VARIABLE}={FUSED} is not for a compiled model; {WITHOUT}")
     made = Fused(module)
-    return made if made.weights and len(made.weights) < len(made.recording.parameters) else None
+    if made.weights and len(made.weights) < len(made.recording.parameters):
+        return made
+    if dist.get_rank() == 0:
+        log.info(
+            f"DistributedDataParallel: {VARIABLE}={FUSED} has no effect: there is no weight that it is for, or no other"
+        )
+    return None
 
 
 def refuse_hooks(made: Fused | None) -> None:
-    """Of communication, which would be told of all other gradients alone."""
+    """Communication hooks would see the other gradients alone."""
     if made:
         raise ValueError(f"{VARIABLE}={FUSED} is not for communication hooks, nor for another group; {WITHOUT}")
 

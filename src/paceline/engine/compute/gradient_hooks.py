@@ -186,9 +186,10 @@ class Backward:
         self._hook_ids: dict[nn.Module, int] = {}  # of this object's forward hook, by layer
         self._factored = factored
         self.watch()
-        self.hook_layers()
+        self.attach()
 
-    def hook_layers(self) -> None:
+    def attach(self) -> None:
+        """Hooks the fully-connected layers; `close` removes them."""
         for bucket in self.buckets:
             for module in self._factored.get(bucket.names[0], ()):
                 self._hooks.append(
