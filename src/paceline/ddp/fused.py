@@ -178,10 +178,11 @@ class Fused:
             else:
                 setattr(module, IGNORED, before)
 
-    def begin(self, group: Any) -> None:
-        """Every rank gets the weights of the first, as torch's class does with all others."""
-        if (backend := dist.get_backend(group)) != "gloo":
-            raise ValueError(f"{VARIABLE}={FUSED} is for backend gloo, not {backend}; {WITHOUT}")
+    def begin(self, group: Any, on_cpus: bool) -> None:
+        """Every rank gets the weights of the first, as torch's class does with all others. ``on_cpus``: the group's
+        backend is one for CPUs."""
+        if not on_cpus:
+            raise ValueError(f"{VARIABLE}={FUSED} is not for backend {dist.get_backend(group)!r}; {WITHOUT}")
         others = [other for ref in _made if (other := ref())]
         if any(weight is one for other in others for one in other.weights for weight in self.weights):
             raise ValueError(f"{VARIABLE}={FUSED}: a weight of this module is in a wrapper already; {WITHOUT}")

@@ -52,12 +52,13 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
             super().__init__(module, *arguments, **options)
         self._fused = kept
         self._stopwatch = stopwatch.made(self.process_group)
-        if dist.get_world_size(self.process_group) > 1 and dist.get_backend(self.process_group) == "gloo":
+        gloo = dist.get_backend(self.process_group) == "gloo"
+        if gloo and dist.get_world_size(self.process_group) > 1:
             self._sums = self._made(module)
         if self._sums:
             _install(self, self._sums)
         if kept:
-            kept.begin(self.process_group)
+            kept.begin(self.process_group, on_cpus=gloo)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         if self._stopwatch and torch.is_grad_enabled():
