@@ -158,6 +158,23 @@ def test_a_machines_own_sitecustomize_still_runs(folder):
     assert done.stdout.split() == ["own", OURS]
 
 
+@pytest.mark.parametrize("first", ["paceline.transport", "paceline.engine.compute.batch"])
+def test_a_module_of_ours_may_be_the_first_to_import_torch(first, folder):
+    program = f"import {first}; from torch.nn.parallel import distributed as a, DistributedDataParallel as b"
+    program += (
+        "; print(a.DistributedDataParallel.__module__, b is a.DistributedDataParallel, issubclass(b, b.__base__))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **import_hook.environment({})},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout == f"{OURS} True True\n", done.stdout + done.stderr
+
+
 def test_who_only_looks_whether_torch_is_there_takes_nothing_away(folder):
     given = import_hook.environment({})
     words = (

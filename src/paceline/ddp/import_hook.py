@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 from paceline.ddp import after_import
 
 VARIABLE, OFF, TORCHS = "PACELINE_DDP", "off", "torch"  # torch's: ours, with torch's sums, for comparisons
+MODULE, CLASS = "paceline.ddp.module", "DistributedDataParallel"
 TIMED = "PACELINE_DDP_TIMED"  # the file in which `paceline.ddp.stopwatch` says what it found
 # who starts the processes of a script that makes its process group itself: `paceline run`, or the script's library
 STARTED_BY, RUN, SCRIPT = "PACELINE_DDP_STARTED_BY", "run", "script"
@@ -98,7 +101,23 @@ def replace() -> None:
     from torch.nn import parallel
 
     if torch.distributed.is_available():
-        from paceline.ddp.module import DistributedDataParallel
-
         for home in (parallel, parallel.distributed):
-            home.DistributedDataParallel = DistributedDataParallel  # type: ignore[attr-defined]
+            home.__class__ = _Asked
+
+
+class _Asked(ModuleType):
+    """A module of torch's which has our class from the first time that anyone asks for it. Not before: a module of ours
+    that is being imported may be what imports torch, and ours needs that module whole."""
+
+    @property
+    def DistributedDataParallel(self) -> object:
+        ours = sys.modules.get(MODULE)
+        if ours and not hasattr(ours, CLASS):
+            return vars(self)[CLASS]  # ours asks for the class that it is a subclass of
+        self.DistributedDataParallel = getattr(importlib.import_module(MODULE), CLASS)
+        return vars(self)[CLASS]
+
+    @DistributedDataParallel.setter
+    def DistributedDataParallel(self, value: object) -> None:
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        vars(self)[CLASS] = value
