@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 RECORD ?= benchmarks/$(shell date +%F)_$(shell nproc)-cores_chaos-simulated
 
+# tests start thousands of processes, each of which would compile all that it imports
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-gpu test-dear test-all chaos zoo check laws format clean
 .DEFAULT_GOAL := help
 
