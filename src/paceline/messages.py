@@ -382,8 +382,8 @@ class ExchangeTraffic:
     ``factors``: fully-connected layers may be sent as factors. ``copy_bytes``: a node sends its Nth of the sum on, as
     a copy. ``gathers``: gradients are all-gathered, and every node sums them. ``every``: 0, or the period of weight
     averaging (local SGD), without gradients. ``forward``: communication may overlap with the next forward pass.
-    ``loses``: a lossy codec, whose smaller size does not count against factors. ``norm_sums``: all-reduces of
-    synchronised batch norm per step; ``norm_numel``: their values.
+    ``loses``: a lossy codec, whose smaller size does not count against factors. ``coding_s``: what it computes, in
+    seconds per value. ``norm_sums``: all-reduces of synchronised batch norm per step; ``norm_numel``: their values.
     """
 
     factors: bool = True
@@ -394,5 +394,6 @@ class ExchangeTraffic:
     every: int = 0
     forward: bool = False
     loses: bool = False
+    coding_s: float = 0.0
     norm_sums: int = 0
     norm_numel: int = 0

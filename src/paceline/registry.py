@@ -37,6 +37,7 @@ ONE_PROCESS = f"{BASELINE} or {THREADS}:k"
 # bit-equal results on any number of nodes: an engine with so many virtual shards, and an exchange with fixed order
 REPRODUCIBLE, SHARES, FIXED_ORDER = "reproducible", 8, "ordered"
 EXCHANGE, CODEC, LINK, ENCRYPTED, ALONE = "allreduce", "none", "gloo", "tls", "memory"
+CORRECTION = "feedback"  # the codec around one whose sums are biased
 SIXTEEN_BITS = "half"  # the codec that sends values of 16 bits as they are
 MODEL, MODEL_OF_SAMPLE = "alexnet", "small"
 EXAMPLES = {"engine": f"{THREADS}:2", "exchange": EXCHANGE, "codec": CODEC}

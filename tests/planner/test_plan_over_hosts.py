@@ -23,6 +23,7 @@ from paceline.planner.cluster import START_LIMIT_S, imagine, make_over
 from paceline.planner.cluster_survey import UNMEASURED, Node, Survey, assign_samples
 from paceline.planner.measure import node_agent
 from paceline.planner.measure.network import NetworkMeasurement, Pair
+from paceline.planner.measure.profile import Recording
 from paceline.planner.measure.trial import Trial
 from paceline.planner.plan_file import Between, Plan, Row
 from paceline.planner.planner import MIN_BUDGET_S
@@ -101,6 +102,10 @@ def test_a_plan_over_hosts_is_measured_answered_written_kept_and_obeyed(tmp_path
     assert {team["link"] for team in imagined} == {"10gbit, 1ms latency"}
     assert imagined[0]["exposed_s"] > 0.001
     assert told["num_nodes"] in (1, 2)
+    first, *others = told["methods"]
+    assert (first["exchange"], first["codec"], first["nodes"], first["reason"]) == ("allreduce", "none", 2, "chosen")
+    assert first["predicted_s"] == shared["predicted_s"]
+    assert all(each["predicted_s"] > 0 for each in others), [each["reason"] for each in others]
     assert ("is worth it: " in told["reason"]) == (told["num_nodes"] == 2)
     assert told["hosts"] == {"one": "sequential", "two": "sequential"}
     assert json.loads(Plan.read(tmp_path / "plan.toml").to_json()) == told
@@ -137,7 +142,7 @@ def test_a_kept_plan_counts_where_it_is_of_what_the_script_trains_now(monkeypatc
 
     def lines(command, row, *_):
         recorded.append(row)
-        return line(), line(), 64, mark
+        return Recording(line(), line(), 64, mark)
 
     monkeypatch.setattr(node_agent.planning, "cached", lambda *_: (Plan("sequential", fingerprint="known"), ""))
     monkeypatch.setattr(node_agent.planning, "make", lambda *_, **__: Plan("threads:2", fingerprint=mark))
@@ -174,7 +179,8 @@ class Told:
 
 def node_said(node):
     lines = [dataclasses.asdict(one) for one in (node.whole, node.quarter)]
-    return {"plan": node.plan.to_dict(), "batch_size": node.batch_size, "lines": lines}
+    told = {"plan": node.plan.to_dict(), "batch_size": node.batch_size, "lines": lines}
+    return told | {"methods": [dataclasses.asdict(each) for each in node.methods]}
 
 
 def test_of_three_hosts_two_and_all_are_tried_with_the_batch_shared_and_with_more(tmp_path, monkeypatch):

@@ -26,10 +26,10 @@ from paceline.job import Job
 from paceline.launch.machine import survey
 from paceline.messages import ExchangeTraffic
 from paceline.planner import plan_cache, planner
-from paceline.planner.candidates import RUNTIME_BYTES, JobFacts, fits, fitting_rows, split
+from paceline.planner.candidates import BF16_FLAGS, RUNTIME_BYTES, JobFacts, fits, fitting_rows, split
 from paceline.planner.cost_model import CALL_S, MESSAGES, PROCESS_SYNC_S, STEP_S, THREAD_SYNC_S, predicted_s
+from paceline.planner.measure import methods, profiler, update_timing
 from paceline.planner.measure import profile_job as looking
-from paceline.planner.measure import profiler, update_timing
 from paceline.planner.measure.forked_copies import ForkedCopies
 from paceline.planner.measure.layers import LayerTimer, first_samples
 from paceline.planner.measure.profile import Profile, Setting, record_step_models, run_profile
@@ -168,12 +168,15 @@ def examined(model, batch, **more):
     return ProfiledStep(model, optimizer, engine, compute, batch, size, size, record=recorded, **more)
 
 
+ASKED = {"parts": (1, 4), "level": "exact", "budget_s": 1e-6, "chosen": "sequential"}
+
+
 @pytest.mark.parametrize("size", [2, 3, 6, 9])
 def test_no_part_of_a_batch_is_less_than_batch_norm_needs(size):
     """Story: small batches were not profiled, and no plan over hosts was made of them."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     job = examined(model, (torch.randn(size, 4), torch.arange(size) % 3))
-    assert [line["rows"] for line in _record_timelines(job, (1, 4), "exact", 1e-6)["lines"]] == [size, 2]
+    assert [line["rows"] for line in _record_timelines(job, ASKED)["lines"]] == [size, 2]
     examination = _Profiler(job, 2, "exact", 1e-6)
     assert examination._facts().rows == size
     examination._base(False, size)
@@ -190,8 +193,9 @@ def test_a_job_says_how_it_would_travel():
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 6), nn.BatchNorm1d(6))
     options = {"batch_size": 8, "batch_norm": "sync", "codec": "feedback/topk"}
     with paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, **options) as pace:
-        ways = ExchangeTraffic(**looking._exchange_traffic(pace))
+        ways = methods.of_run(pace.run)
     assert (ways.loses, ways.norm_sums, ways.norm_numel) == (True, 2 * 2 + 1, 4 * (8 + 6))
+    assert ways.coding_s > 0
 
 
 class Mean(nn.Linear):
@@ -206,7 +210,7 @@ def test_a_batch_whose_samples_do_not_come_first_is_computed_whole(time):
     """Story: the whole step was recorded as that of a quarter of its rows."""
     batch = torch.randn(time, 16, 4), torch.arange(16) % 3
     job = examined(Mean(4, 3), batch, cuts=False)
-    first, second = _record_timelines(job, (1, 4), "exact", 1e-6)["lines"]
+    first, second = _record_timelines(job, ASKED)["lines"]
     assert (first["rows"], second["rows"]) == (16, 16)
     examination = _Profiler(job, 2, "exact", 1e-6)
     facts = examination._facts()
@@ -529,7 +533,8 @@ def test_settings_are_timed_until_the_budget_is_spent(monkeypatch):
         job = examined(Mean(4, 3), (torch.randn(5, 16, 4), torch.arange(16) % 3), cuts=False)
         return set(_Profiler(job, 2, "exact", 0.1).profile(0.0).layers_s)
 
-    one, two = {"1/16/1//1", "1/16/1/bf16/1"}, {"2/16/1//1", "2/16/1/bf16/1"}
+    words = ["", *(["bf16"] if BF16_FLAGS & set(survey().flags) else [])]
+    one, two = ({f"{threads}/16/1/{each}/1" for each in words} for threads in (1, 2))
     assert timed(0.0) == one | two
     assert timed(0.2) == one
 
@@ -583,10 +588,11 @@ def test_no_more_rows_are_profiled_at_once_than_a_step_computes(tmp_path):
 def test_a_recorded_step_says_how_it_would_travel(tmp_path, words, ways):
     (tmp_path / "job.py").write_text(JOB.replace("batch_size=64", f"batch_size=64, {words}"))
     command = [str(tmp_path / "job.py"), str(tmp_path / "log")]
-    whole, quarter, _, mark = record_step_models(command, "threads:1+fused", "exact", 1.0, survey())
-    assert whole.ways == quarter.ways == ways
+    found = record_step_models(command, "threads:1+fused", "exact", 1.0, survey(), "threads:1+fused")
+    assert found.whole.ways == found.quarter.ways == found.methods[0].traffic
+    assert dataclasses.replace(found.whole.ways, coding_s=0.0) == ways
     precision = "bf16" if "bf16" in words else None
-    assert mark == plan_cache.fingerprint(own_job(precision), "exact", INPUTS)
+    assert found.fingerprint == plan_cache.fingerprint(own_job(precision), "exact", INPUTS)
 
 
 def test_a_command_that_takes_no_step_has_no_profile(tmp_path):

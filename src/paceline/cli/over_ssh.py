@@ -96,7 +96,7 @@ def carried_plan(made: Plan) -> str:
     if len(text.encode()) <= MAX_PLAN_BYTES:
         return text
     teams = tuple(dataclasses.replace(team, forms="") for team in made.teams)
-    return dataclasses.replace(made, pairs=(), teams=teams).to_toml()
+    return dataclasses.replace(made, pairs=(), methods=(), teams=teams).to_toml()
 
 
 def planned(

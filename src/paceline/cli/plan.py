@@ -26,7 +26,7 @@ from paceline.launch.machine import survey
 from paceline.launch.output import shown
 from paceline.planner import ddp_script
 from paceline.planner import planner as planning
-from paceline.planner.plan_tables import pair_table, team_table
+from paceline.planner.plan_tables import method_table, pair_table, team_table
 from paceline.planner.planner import Plan
 from paceline.planner.teams import WhatIf, describe_factors
 from paceline.train.settings import Settings
@@ -153,8 +153,15 @@ def _show_nodes(made: Plan, more: str) -> None:
         wide.print(pair_table(made.pairs))
     if made.teams:
         wide.print(team_table(made.teams))
-        for text in (*describe_factors(made.teams), more):
+        for text in describe_factors(made.teams):
             console.print(shown(text), markup=False, highlight=False)
+        if made.methods:
+            first = made.methods[0]
+            over = f" over {first.link}" if first.link else ""
+            batch = f"a global batch of {first.batch_size}"
+            wide.print(f"{first.nodes} nodes{over} and {batch} with each exchange and codec, by prediction:")
+            wide.print(method_table(made.methods))
+        console.print(shown(more), markup=False, highlight=False)
 
 
 def check_writable(out: Path) -> None:

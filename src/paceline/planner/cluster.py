@@ -29,6 +29,7 @@ from paceline.planner.cluster_model import NetworkModel
 from paceline.planner.cluster_survey import UNMEASURED, Node, Survey, TeamTrial
 from paceline.planner.measure.node_agent import measure_node
 from paceline.planner.measure.trial import Trial
+from paceline.planner.methods import Method
 from paceline.planner.plan_file import CHOSEN, Between
 from paceline.planner.planner import Plan
 from paceline.planner.teams import EACH, SHARED, Team, WhatIf, answer
@@ -89,7 +90,7 @@ def make_over(
         one.trial = _run(remote, [by_name[name] for name in one.team.hosts.split(",")], one, command, trial_s)
     teams = [survey.alone, *(survey.with_trial(one) for one in tries), *_imagined(survey, what_if)]
     pairs = (Between(names[pair.one], names[pair.other], pair.latency_s, pair.bytes_per_s) for pair in measured.pairs)
-    plan = dataclasses.replace(_plan(survey, teams), pairs=tuple(pairs))
+    plan = dataclasses.replace(_plan(survey, teams, what_if), pairs=tuple(pairs))
     if not rows:  # with ``rows`` the choice is not among all candidates
         plan_cache.store_over(plan, names, command)
     return plan, plan.reason
@@ -102,7 +103,7 @@ def imagine(
     check_links(what_if)
     report = measure_node(list(command), made.fidelity, budget_s, made=made)
     survey = Survey([Node.of(made.machine.get("name", "here"), report)], lambda _: _unmeasured(), real=False)
-    plan = _plan(survey, [survey.alone, *_imagined(survey, what_if)])
+    plan = _plan(survey, [survey.alone, *_imagined(survey, what_if)], what_if)
     return dataclasses.replace(plan, num_nodes=None, hosts={}, reason=made.reason, chosen=made.chosen), plan.reason
 
 
@@ -171,7 +172,17 @@ def _imagined(survey: Survey, what_if: Sequence[WhatIf]) -> list[Team]:
     return [one.team for one in found if one]
 
 
-def _plan(survey: Survey, teams: Sequence[Team]) -> Plan:
+def _methods(survey: Survey, teams: Sequence[Team], count: int, what_if: Sequence[WhatIf]) -> tuple[Method, ...]:
+    """Of the team to use; where that is one machine, of the fastest team of real ones, if any."""
+    real = [team for team in teams[1:] if team.hosts]
+    used = [team for team in real if team.nodes == count and team.batch == SHARED]
+    if not (among := used or real or teams[1:]):
+        return ()
+    best = max(among, key=lambda team: team.speedup)
+    return survey.methods(best, next((what for what in what_if if what.description == best.link), None))
+
+
+def _plan(survey: Survey, teams: Sequence[Team], what_if: Sequence[WhatIf]) -> Plan:
     """The plan of the fastest node with all teams; its reason is the answer in a sentence."""
     count, sentence = answer(teams)
     marked = tuple(
@@ -191,4 +202,5 @@ def _plan(survey: Survey, teams: Sequence[Team]) -> Plan:
         num_nodes=count,
         hosts={node.name: survey.engine_of[node.name] for node in survey.nodes},
         teams=marked,
+        methods=_methods(survey, teams, count, what_if),
     )

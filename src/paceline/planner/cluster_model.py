@@ -223,6 +223,9 @@ def predict(models: Sequence[StepModel], network: NetworkModel, forms: Sequence[
     if ways.every:  # weights after an update, without overlap; a status all-reduce accompanies them
         vote_s, wire_s, sent_bytes, vote_bytes = (t / ways.every for t in (vote_s, wire_s, sent_bytes, vote_bytes))
     moving_s = (sent_bytes * network.cpu_s + packed_bytes * PACKING_S) / min(model.cores for model in models)
+    if nodes > 1:
+        coded = sum(part.numel for part, form in zip(models[0].parts, forms, strict=True) if form != FACTORS)
+        moving_s += coded * max(model.ways.coding_s for model in models) / (ways.every or 1)
     norm_s = 0.0
     if nodes > 1 and ways.norm_sums:
         sent = network.collectives(nodes)(SUM, ways.norm_numel * NORM_BYTES)

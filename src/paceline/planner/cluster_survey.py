@@ -5,15 +5,15 @@ Nodes are sorted, the fastest first. Hypothetical further machines repeat the me
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.data.load_balance import fair_shares
 from paceline.messages import FACTORS
-from paceline.planner.cluster_model import NetworkModel, Prediction, predict
+from paceline.planner.cluster_model import NetworkModel, predict
 from paceline.planner.measure.trial import Trial
+from paceline.planner.methods import CHOSEN, REFUSED, MeasuredMethod, Method, first_refusal, reason
 from paceline.planner.plan_file import Plan, Row
 from paceline.planner.step_model import StepModel
 from paceline.planner.teams import EACH, FAILED, SHARED, Team, WhatIf
@@ -31,11 +31,13 @@ class Node:
     batch_size: int
     whole: StepModel
     quarter: StepModel
+    methods: tuple[MeasuredMethod, ...] = ()
 
     @classmethod
     def of(cls, name: str, report: dict[str, Any]) -> Node:
         whole, quarter = (StepModel.read(step_model) for step_model in report["lines"])
-        return cls(name, Plan.of(report["plan"]), report["batch_size"], whole, quarter)
+        methods = tuple(map(MeasuredMethod.of, report["methods"]))
+        return cls(name, Plan.of(report["plan"]), report["batch_size"], whole, quarter, methods)
 
     @property
     def rows(self) -> int:
@@ -82,16 +84,13 @@ def assign_samples(total: int, nodes: Sequence[Node], rows: Sequence[str]) -> tu
     return fair_shares(total, fixed_s, per_row_s, [1] * len(nodes), [total] * len(nodes))
 
 
-def predict_team(
-    nodes: Sequence[Node], rows: Sequence[str], kind: str, network: NetworkModel
-) -> tuple[Prediction, tuple[int, ...]]:
-    """(prediction of a step of these nodes, samples per node). Raises ValueError for fewer samples than nodes."""
+def divided(nodes: Sequence[Node], rows: Sequence[str], kind: str) -> tuple[list[StepModel], tuple[int, ...]]:
+    """(the step of each node, samples per node). Raises ValueError for fewer samples than nodes."""
     total = nodes[0].batch_size * len(nodes) if kind == EACH else nodes[0].rows
     if total < len(nodes):
         raise ValueError(f"a global batch of {total} samples is too small for {len(nodes)} nodes; raise --batch-size")
     shares = assign_samples(total, nodes, rows)
-    models = [node.step_model(n, engine) for node, engine, n in zip(nodes, rows, shares, strict=True)]
-    return predict(models, network), shares
+    return [node.step_model(n, engine) for node, engine, n in zip(nodes, rows, shares, strict=True)], shares
 
 
 def assumed(network: NetworkModel, what: WhatIf) -> str:
@@ -130,16 +129,47 @@ class Survey:
             exposed_s=0.0,
         )
 
+    def _first(self, count: int) -> list[Node]:
+        return [self.nodes[i % len(self.nodes)] for i in range(count)]
+
+    def _network(self, count: int, what: WhatIf | None) -> NetworkModel:
+        network = self.network(min(count, len(self.nodes)))
+        return network.with_link(what.bits_per_s, what.latency_s) if what else network
+
+    def methods(self, team: Team, what: WhatIf | None = None) -> tuple[Method, ...]:
+        """Each method of communication, as ``team`` would train with it. ``what``: the team's hypothetical network."""
+        nodes, network = self._first(team.nodes), self._network(team.nodes, what)
+        models, _ = divided(nodes, [self.engine_of[node.name] for node in nodes], team.batch)
+        own_s, found = team.predicted_s or 0.0, list[Method]()
+        for per_node in zip(*(node.methods for node in nodes), strict=True):
+            first = per_node[0]
+            line = Method(first.exchange, first.codec, team.nodes, team.batch_size, team.link, first.fidelity)
+            if refused := first_refusal(per_node):
+                found.append(replace(line, reason=REFUSED + refused))
+                continue
+            pairs = zip(models, per_node, strict=True)
+            seen = predict([replace(model, ways=each.traffic) for model, each in pairs], network)
+            found.append(
+                replace(
+                    line,
+                    predicted_s=seen.step_s,
+                    predicted_speedup=seen.per_s / self.alone_per_s[0],
+                    sent_bytes=seen.sent_bytes,
+                    exposed_s=seen.exposed_s,
+                    reason=CHOSEN if first.chosen else reason(own_s, seen.step_s, first.fidelity),
+                )
+            )
+        return tuple(found)
+
     def team(self, count: int, kind: str, what: WhatIf | None = None) -> TeamTrial | None:
         """The predicted team of ``count`` nodes; None if the batch has fewer samples than nodes."""
-        nodes = [self.nodes[i % len(self.nodes)] for i in range(count)]
+        nodes = self._first(count)
         rows = tuple(self.engine_of[node.name] for node in nodes)
-        network = self.network(min(count, len(self.nodes)))
-        if what:
-            network = network.with_link(what.bits_per_s, what.latency_s)
+        network = self._network(count, what)
         if kind == SHARED and nodes[0].rows < count:
             return None
-        prediction, shares = predict_team(nodes, rows, kind, network)
+        models, shares = divided(nodes, rows, kind)
+        prediction = predict(models, network)
         ideal = sum(self.alone_per_s[i % len(self.nodes)] for i in range(count))
         team = Team(
             count,
@@ -167,13 +197,13 @@ class Survey:
         if trial is None:
             return one.team
         if trial.error:
-            return dataclasses.replace(one.team, reason=f"{FAILED}{trial.error}")
+            return replace(one.team, reason=f"{FAILED}{trial.error}")
         rows, wanted = round(trial.per_s * trial.step_s), one.team.batch_size or 0
         per_s, reason = trial.per_s, one.team.waiting
         if rows != wanted:
             reason = "; ".join(filter(None, (f"its steps had {rows} samples, as the data set provides", reason)))
         base, predicted_s = self.measured_per_s, one.team.predicted_s or trial.step_s
-        return dataclasses.replace(
+        return replace(
             one.team,
             measured_s=trial.step_s,
             spread_s=trial.spread_s,

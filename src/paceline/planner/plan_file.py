@@ -7,9 +7,9 @@ its inputs), ``date``, ``machine``, ``versions``, ``rows``. Keys of a row: ``eng
 per second), ``speedup`` (over the first row, measured if both were), ``peak_bytes`` (all processes, shared memory
 once), ``fidelity``, ``extrapolated`` (from smaller batches), ``steps`` (timed), ``optimizer`` (how processes shard its
 work: "slices" or "whole tensors"), ``reason``. A plan over several machines also has ``num_nodes`` (how many to use),
-``hosts`` (the configuration of each, the fastest first), ``teams`` (`planner.teams`) and ``pairs`` (of all hosts). Keys
-of a pair: ``one``, ``other`` (the hosts' names), ``latency_s`` (empty message, one way), ``bytes_per_s`` (one way, the
-slower direction). An unknown number is omitted in TOML and null in JSON.
+``hosts`` (the configuration of each, the fastest first), ``teams`` (`planner.teams`), ``methods`` (`planner.methods`)
+and ``pairs`` (of all hosts). Keys of a pair: ``one``, ``other`` (the hosts' names), ``latency_s`` (empty message, one
+way), ``bytes_per_s`` (one way, the slower direction). An unknown number is omitted in TOML and null in JSON.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.planner.candidates import split
+from paceline.planner.methods import Method
 from paceline.planner.teams import Team
 from paceline.registry import THREADS
 from paceline.report.record import write_whole
@@ -75,6 +76,7 @@ class Plan:
     num_nodes: int | None = None
     hosts: dict[str, str] = field(default_factory=dict)
     teams: tuple[Team, ...] = ()
+    methods: tuple[Method, ...] = ()
     pairs: tuple[Between, ...] = ()
 
     @property
@@ -143,7 +145,7 @@ class Plan:
 
 
 # the keys of a plan that hold tables
-LISTS: dict[str, type[Any]] = {"rows": Row, "teams": Team, "pairs": Between}
+LISTS: dict[str, type[Any]] = {"rows": Row, "teams": Team, "methods": Method, "pairs": Between}
 
 # the types that each annotation above accepts, and their description in an error
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -155,6 +157,7 @@ KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "float | None": ((int, float), "a number"),
     "tuple[Row, ...]": ((list,), "an array of tables, [[rows]]"),
     "tuple[Team, ...]": ((list,), "an array of tables, [[teams]]"),
+    "tuple[Method, ...]": ((list,), "an array of tables, [[methods]]"),
     "tuple[Between, ...]": ((list,), "an array of tables, [[pairs]]"),
     "dict[str, Any]": ((dict,), "a table"),
     "dict[str, str]": ((dict,), "a table"),

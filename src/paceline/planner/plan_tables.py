@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from paceline.planner.methods import Method
 from paceline.planner.plan_file import CHOSEN, Between, Plan, Row
 from paceline.planner.teams import Team
 
@@ -51,6 +52,21 @@ def team_table(teams: Sequence[Team]) -> Table:
     return _table(columns)
 
 
+def method_table(methods: Sequence[Method]) -> Table:
+    """One line per method of communication, of the team that the first one names."""
+    columns = {
+        "exchange": [one.exchange for one in methods],
+        "codec": [one.codec for one in methods],
+        "predicted s": [_number(one.predicted_s, "{:.4f}") for one in methods],
+        "speedup": [_number(one.predicted_speedup, "{:.2f}x") for one in methods],
+        "MB sent": [_number(one.sent_bytes, "{:.2f}", 1e-6) for one in methods],
+        "exposed ms": [_number(one.exposed_s, "{:.1f}", 1e3) for one in methods],
+        "fidelity": [one.fidelity for one in methods],
+        "": [_reason(one) for one in methods],
+    }
+    return _table(columns)
+
+
 def _once(engines: str) -> str:
     """A configuration that all nodes share is printed once."""
     rows = engines.split(",")
@@ -75,7 +91,7 @@ def _measured(one: Row | Team) -> str:
     return "" if one.measured_s is None else f"{about}{one.measured_s:.4f} ± {one.spread_s or 0:.4f}"
 
 
-def _reason(one: Row | Team) -> str:
+def _reason(one: Row | Team | Method) -> str:
     return "<- chosen" if one.reason == CHOSEN else one.reason
 
 

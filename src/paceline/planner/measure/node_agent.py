@@ -23,7 +23,6 @@ from paceline.planner import planner as planning
 from paceline.planner.candidates import split
 from paceline.planner.measure import fresh_process, profile, trial
 from paceline.planner.planner import Plan
-from paceline.planner.step_model import StepModel
 from paceline.registry import ENCRYPTED, LINK, THREADS, head, says
 from paceline.report.log import log
 
@@ -46,22 +45,24 @@ def measure_node(
     if not made and not rows:
         cached_plan, _ = planning.cached(command, fidelity)
 
-    def record(made: Plan) -> tuple[StepModel, StepModel, int, str]:
-        one = single_process_engine(made, machine.cores)
-        return profile.record_step_models(command, one, fidelity, budget_s or planning.MIN_BUDGET_S, machine)
+    def record(made: Plan) -> profile.Recording:
+        one, limit_s = single_process_engine(made, machine.cores), budget_s or planning.MIN_BUDGET_S
+        return profile.record_step_models(command, one, fidelity, limit_s, machine, made.chosen)
 
     made = made or cached_plan or planning.make(command, fidelity=fidelity, budget_s=budget_s, rows=rows)
-    whole, quarter, batch_size, mark = record(made)
-    if cached_plan and mark != cached_plan.fingerprint:  # the script is unchanged, but it trains another model
+    recorded = record(made)
+    if cached_plan and recorded.fingerprint != cached_plan.fingerprint:  # the same script trains another model
         made = planning.make(command, fidelity=fidelity, budget_s=budget_s)
-        whole, quarter, batch_size, _ = record(made)
+        recorded = record(made)
+    lines, methods = [recorded.whole, recorded.quarter], recorded.methods
     if says("engine", head(made.chosen)[0], "reproduces"):  # the recorded step used another exchange
-        traffic = replace(whole.ways, factors=False, gathers=True)
-        whole, quarter = replace(whole, ways=traffic), replace(quarter, ways=traffic)
+        traffic = replace(recorded.whole.ways, factors=False, gathers=True)
+        lines, methods = [replace(line, ways=traffic) for line in lines], ()
     return {
         "plan": made.to_dict(),
-        "batch_size": batch_size,
-        "lines": [asdict(whole), asdict(quarter)],
+        "batch_size": recorded.batch_size,
+        "lines": [asdict(line) for line in lines],
+        "methods": [asdict(each) for each in methods],
         "machine": str(machine),
     }
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from paceline.launch.child_processes import ScratchFolder
 from paceline.launch.machine import Machine
-from paceline.messages import ExchangeTraffic
 from paceline.planner.candidates import EngineSpec, JobFacts
 from paceline.planner.measure import fresh_process
+from paceline.planner.methods import MeasuredMethod
 from paceline.planner.step_model import StepModel
 from paceline.registry import BASELINE
 from paceline.report.record import write_whole
@@ -110,18 +110,30 @@ def run_profile(command: Sequence[str], level: str, budget_s: float, machine: Ma
     return None, result.last_line if "not profiled" in result.last_line else "the script ended without a step"
 
 
+@dataclass(frozen=True)
+class Recording:
+    """A step layer by layer, with the whole batch and with a quarter of it; ``methods``: the job's own first."""
+
+    whole: StepModel
+    quarter: StepModel
+    batch_size: int
+    fingerprint: str
+    methods: tuple[MeasuredMethod, ...] = ()
+
+
 def record_step_models(
-    command: Sequence[str], engine: str, level: str, budget_s: float, machine: Machine
-) -> tuple[StepModel, StepModel, int, str]:
-    """(step models of the whole batch and of a quarter of it, batch size, fingerprint) of ``command``.
-    ``engine``: a configuration of one process. Raises ValueError with the command's error if recording fails."""
-    request = {"parts": PARTS, "budget_s": budget_s, "level": level, "begun": time.time()}
+    command: Sequence[str], engine: str, level: str, budget_s: float, machine: Machine, chosen: str
+) -> Recording:
+    """``engine``: a configuration of one process, which is recorded; ``chosen``: the one to train with. Raises
+    ValueError with the command's error if recording fails."""
+    request = {"parts": PARTS, "budget_s": budget_s, "level": level, "begun": time.time(), "chosen": chosen}
     answer, result = _request(command, engine, budget_s, {}, request)
     if not answer:
         own = "its own training loop cannot be profiled"
         why = "it took too long" if result.code is None else result.last_line if result.code else own
         raise ValueError(f"the step could not be recorded layer by layer: {why}; predictions need that")
     found = json.loads(answer)
-    ways = ExchangeTraffic(**found["ways"])
+    methods = tuple(map(MeasuredMethod.of, found["methods"]))
+    ways = methods[0].traffic
     whole, quarter = (StepModel.of(line, found["absorbs"], machine.cores, ways) for line in found["lines"])
-    return whole, quarter, found["batch_size"], found["fingerprint"]
+    return Recording(whole, quarter, found["batch_size"], found["fingerprint"], methods)

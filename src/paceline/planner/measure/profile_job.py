@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ import torch
 
 from paceline.contract import GlobalBatch
 from paceline.data.batches import Batch, UserBatch
-from paceline.engine.checks.norm_layers import over_batches
 from paceline.engine.compute import batch as batches_
 from paceline.engine.compute import timeline
-from paceline.engine.compute.precision import PRECISION
 from paceline.engine.node.optimizer_shards import division
-from paceline.planner.measure import layers, profiler, stopwatch
+from paceline.planner.measure import layers, methods, profiler, stopwatch
 from paceline.report.step_observer import StepObserver, StepSummary
 from paceline.step.run_state import RunState
 
@@ -88,21 +85,6 @@ def _facts(run: RunState, batch: GlobalBatch) -> profiler.ProfiledStep:
         job.accumulate,
         job.precision,
         job.batch_norm,
-        _exchange_traffic(run),
+        lambda engine: methods.measure(run, engine),
         _cuts(rows, batch),
     )
-
-
-def _exchange_traffic(run: RunState) -> dict[str, Any]:
-    """The communication pattern of this run between equal nodes."""
-    weights = run.engine.weights[0].dtype
-    wide = PRECISION[run.engine.precision] or weights
-    synchronised = run.job.batch_norm == "sync"
-    norms = [getattr(m, "num_features", 0) for m in over_batches(run.job.model).values() if synchronised]
-    whole = replace(
-        run.exchange.traffic(weights),
-        factor_bytes=wide.itemsize,
-        norm_sums=2 * len(norms) * run.job.accumulate + bool(norms),  # and whether nodes have samples
-        norm_numel=4 * sum(norms) * run.job.accumulate,
-    )
-    return asdict(whole)

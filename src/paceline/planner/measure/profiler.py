@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class ProfiledStep:
     accumulate: int = 1
     precision: str | None = None
     batch_norm: str = "local"
-    ways: dict[str, Any] = field(default_factory=dict)  # the fields of `step_model.ExchangeTraffic`
+    methods: Callable[[str], list[dict[str, Any]]] | None = None  # a configuration -> the fields of each method
     cuts: bool = True  # whether samples lie along the first dimension, so that the batch can be cut
 
     def few(self, rows: int, most: int) -> int:
@@ -84,7 +84,7 @@ def take_profile(request_path: Path, job: ProfiledStep) -> None:
     """Writes the profile beside the request; nothing if the model cannot be profiled. Raises SystemExit."""
     request, answer = json.loads(request_path.read_text()), request_path.with_name("answer.json")
     if "parts" in request:
-        write_whole(answer, json.dumps(_record_timelines(job, request["parts"], request["level"], request["budget_s"])))
+        write_whole(answer, json.dumps(_record_timelines(job, request)))
         raise SystemExit(0)
     start_s = time.time() - request["begun"]
     torch.set_num_threads(1)
@@ -96,9 +96,10 @@ def take_profile(request_path: Path, job: ProfiledStep) -> None:
     raise SystemExit(0)
 
 
-def _record_timelines(job: ProfiledStep, parts: Sequence[int], level: str, budget_s: float) -> dict[str, Any]:
+def _record_timelines(job: ProfiledStep, request: Mapping[str, Any]) -> dict[str, Any]:
     """A timeline for each part of the batch, with as many passes as the budget allows. Weights do not change."""
     assert job.record
+    parts, level, budget_s = request["parts"], request["level"], request["budget_s"]
     mark = plan_cache.fingerprint(job, level, shapes(job.batch, job.rows))
     for group in job.optimizer.param_groups:
         group["lr"] = 0.0
@@ -113,7 +114,8 @@ def _record_timelines(job: ProfiledStep, parts: Sequence[int], level: str, budge
         # replaced, since a timeline counts what the loss divides by, such as tokens
         lines.append({**(job.record(rows, passes) if passes > 1 else line), "rows": num_rows})
     absorbs = job.engine.optimizer_takes_factors
-    return {"lines": lines, "absorbs": absorbs, "batch_size": job.batch_size, "ways": job.ways, "fingerprint": mark}
+    methods = job.methods(request["chosen"]) if job.methods else []
+    return {"lines": lines, "absorbs": absorbs, "batch_size": job.batch_size, "methods": methods, "fingerprint": mark}
 
 
 @dataclass

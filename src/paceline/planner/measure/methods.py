@@ -1,0 +1,136 @@
+"""What this job would send with each exchange and codec, and what a codec computes for it; or why it cannot have it.
+
+A codec is timed on buckets of this job, small ones first, until they have ENOUGH values; a second node's replies are
+its own. A codec that biases a sum is under ``feedback``. Codecs around others are left out: what ``lossless`` makes
+smaller, an all-reduce measures by itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline import contract
+from paceline.engine.checks.join_arguments import clashes
+from paceline.engine.checks.norm_layers import over_batches
+from paceline.engine.compute.precision import PRECISION
+from paceline.messages import ALL_GATHER, REDUCE_SCATTER, Bucket, Collective, ExchangeTraffic, StepContext
+from paceline.planner.methods import MeasuredMethod
+from paceline.registry import ALONE, CODEC, CORRECTION, EXCHANGE, ROOMS, module, names, parse, says
+from paceline.step.run_state import RunState
+
+ENOUGH = 1 << 22
+
+
+def measure(run: RunState, engine: str) -> list[dict[str, Any]]:
+    """The run's own method first. ``engine``: the configuration that is planned, which this process need not have."""
+    own = MeasuredMethod(run.methods["exchange"], run.methods["codec"], of_run(run), chosen=True)
+    others = (_method(run, engine, *pair) for pair in _pairs() if pair != (own.exchange, own.codec))
+    return [asdict(each) for each in (own, *others)]
+
+
+def of_run(run: RunState) -> ExchangeTraffic:
+    """Of this run's own exchange between equal nodes."""
+    traffic = _whole(run, run.exchange.traffic(_type(run)))
+    return replace(traffic, coding_s=_coding_s(run, run.codec))
+
+
+def _type(run: RunState) -> torch.dtype:
+    return run.engine.weights[0].dtype
+
+
+def _whole(run: RunState, traffic: ExchangeTraffic) -> ExchangeTraffic:
+    """With what a step sends in any case."""
+    wide = PRECISION[run.engine.precision] or _type(run)
+    synchronised = run.job.batch_norm == "sync"
+    norms = [getattr(m, "num_features", 0) for m in over_batches(run.job.model).values() if synchronised]
+    return replace(
+        traffic,
+        factor_bytes=wide.itemsize,
+        norm_sums=2 * len(norms) * run.job.accumulate + bool(norms),  # and whether nodes have samples
+        norm_numel=4 * sum(norms) * run.job.accumulate,
+    )
+
+
+def _pairs() -> Iterator[tuple[str, str]]:
+    """Each exchange without compression, and each codec with the default exchange."""
+    yield from ((exchange, CODEC) for exchange in names("exchange"))
+    for codec in names("codec"):
+        if codec != CODEC and "inner" not in inspect.signature(_maker("codec", codec)).parameters:
+            yield EXCHANGE, f"{CORRECTION}/{codec}" if says("codec", codec, "needs_feedback") else codec
+
+
+def _maker(room: str, name: str) -> Any:
+    return getattr(module(room, name), ROOMS[room])
+
+
+def _method(run: RunState, engine: str, exchange_name: str, codec_name: str) -> MeasuredMethod:
+    try:
+        exchange, codec = parse("exchange", exchange_name), parse("codec", codec_name)
+        against = clashes(
+            run.world,
+            engine,
+            run.engine.precision,
+            exchange,
+            exchange_name,
+            codec_name,
+            codec,
+            run.job.buffers,
+            run.engine.num_virtual_shards,
+            run.job.batch_norm,
+        )
+        if against:
+            raise ValueError(against[0])
+        exchange.open(run.engine, module("link", ALONE).world(1)[0], codec, run.job.batch_size, run.job.seed)
+        traffic = _whole(run, exchange.traffic(_type(run)))
+        exchange.close()
+        return MeasuredMethod(exchange_name, codec_name, replace(traffic, coding_s=_coding_s(run, codec)))
+    except ValueError as error:
+        return MeasuredMethod(exchange_name, codec_name, refused=str(error))
+    except Exception as error:  # another package's may raise anything; the plan can do without it
+        return MeasuredMethod(exchange_name, codec_name, refused=f"{type(error).__name__}: {error}")
+
+
+def _coding_s(run: RunState, codec: contract.Codec) -> float:
+    """Seconds per value; 0 where nothing is encoded."""
+    if isinstance(codec, _maker("codec", CODEC)):
+        return 0.0
+    spent_s, count = 0.0, 0
+    for bucket in sorted(run.engine.buckets, key=lambda each: each.numel):
+        values = torch.randn(bucket.numel, dtype=_type(run), device=run.engine.weights[0].device)
+        spent_s += min(_run_s(codec, bucket, values) for _ in range(2))
+        count += bucket.numel
+        if count >= ENOUGH:
+            break
+    return spent_s / count if count else 0.0
+
+
+def _run_s(codec: contract.Codec, bucket: Bucket, values: Tensor) -> float:
+    state, values = codec.init(bucket, 0), values.clone()
+    _wait(values)
+    start = time.perf_counter()
+    run, reply = codec.run(bucket, values, state, StepContext(0, 0, 2)), None
+    try:
+        while True:
+            reply = _reply(run.send(reply))
+    except StopIteration:
+        _wait(values)
+        return time.perf_counter() - start
+
+
+def _reply(collective: Collective) -> Any:
+    payload = collective.payload
+    if collective.operation == ALL_GATHER:
+        return [payload, payload]
+    return payload.chunk(2)[0] if collective.operation == REDUCE_SCATTER else payload
+
+
+def _wait(values: Tensor) -> None:
+    if values.device.type != "cpu":
+        torch.accelerator.synchronize(values.device)

@@ -1,0 +1,72 @@
+"""How the nodes of a team communicate: every exchange and codec, each as one line, and why it is chosen or not.
+
+Keys of a method: ``exchange`` and ``codec``, as `join` takes them; ``nodes``, ``batch_size``, ``link`` (of the team
+that it is for, as there); ``fidelity`` ("exact": the updates of all-reduce, "rounded" or "approximate": others);
+``predicted_s`` (seconds per step of the team); ``predicted_speedup`` (throughput over that of the fastest machine
+alone); ``sent_bytes`` (by each node, per step); ``exposed_s`` (seconds per step of communication without overlap);
+``reason``. The first one is the job's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.messages import ExchangeTraffic
+from paceline.planner.teams import WORTH
+from paceline.registry import says
+
+CHOSEN, REFUSED = "chosen", "refused: "
+FIDELITIES = "exact", "rounded", "approximate"
+
+
+@dataclass(frozen=True)
+class MeasuredMethod:
+    """What one node sends and computes with it, or why it cannot have it."""
+
+    exchange: str
+    codec: str
+    traffic: ExchangeTraffic = field(default_factory=ExchangeTraffic)
+    refused: str = ""
+    chosen: bool = False
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> MeasuredMethod:
+        return cls(**{**fields, "traffic": ExchangeTraffic(**fields["traffic"])})
+
+    @property
+    def fidelity(self) -> str:
+        """The lesser one of both."""
+        parts = [("exchange", self.exchange), *(("codec", each) for each in self.codec.split("/"))]
+        known = [says(room, text.partition(":")[0], "fidelity") for room, text in parts]
+        return max((each for each in known if each in FIDELITIES), key=FIDELITIES.index, default=FIDELITIES[0])
+
+
+@dataclass(frozen=True)
+class Method:
+    """One line of a plan. The module's docstring explains the keys."""
+
+    exchange: str
+    codec: str
+    nodes: int
+    batch_size: int | None = None
+    link: str = ""
+    fidelity: str = "exact"
+    predicted_s: float | None = None
+    predicted_speedup: float | None = None
+    sent_bytes: float | None = None
+    exposed_s: float | None = None
+    reason: str = ""
+
+
+def reason(own_s: float, predicted_s: float, fidelity: str) -> str:
+    """Why it is not the job's own, which takes ``own_s``."""
+    updates = "the same updates" if fidelity == FIDELITIES[0] else f"other updates ({fidelity})"
+    times = own_s / predicted_s
+    return f"{updates}, {times:.2f}x the job's own" if times >= WORTH else f"{updates}, not faster"
+
+
+def first_refusal(nodes: Sequence[MeasuredMethod]) -> str:
+    """Why one of the nodes cannot have it; empty where all can."""
+    return next((each.refused for each in nodes if each.refused), "")

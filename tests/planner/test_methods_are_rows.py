@@ -1,0 +1,146 @@
+"""Every exchange and codec is a row of the plan of several nodes, with a prediction or the reason why it has none."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+
+import pytest
+import torch
+from test_overlap_predicts import BIG, line
+from test_plan_over_hosts import plain
+from torch import nn
+from torch.nn import functional as F
+
+import paceline
+from paceline import registry
+from paceline.messages import ExchangeTraffic
+from paceline.planner import methods as rows
+from paceline.planner.cluster_model import NetworkModel
+from paceline.planner.cluster_survey import Survey
+from paceline.planner.measure import methods
+from paceline.planner.methods import MeasuredMethod
+from paceline.planner.plan_file import Plan
+from paceline.planner.plan_tables import method_table
+from paceline.planner.teams import SHARED
+
+OWN = ExchangeTraffic()
+STEP = line(BIG, forward_s=0.05, update_s=0.01, factored_s=0.01, rows=32)
+MODEL = nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)
+
+
+def measured(engine="sequential", **more):
+    model = nn.Sequential(*MODEL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with paceline.join(model, optimizer, F.cross_entropy, batch_size=8, **more) as pace:
+        found = [MeasuredMethod.of(each) for each in json.loads(json.dumps(methods.measure(pace.run, engine)))]
+        before = [weight.clone() for weight in model.parameters()]
+        pace.step((torch.randn(8, 64), torch.randint(0, 4, (8,))))  # the run is as if nothing had been asked
+        assert any(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    return found
+
+
+def test_every_exchange_and_codec_is_a_row_and_the_jobs_own_comes_first():
+    found = measured()
+    assert [(each.exchange, each.codec, each.chosen) for each in found[:1]] == [("allreduce", "none", True)]
+    assert not any(each.chosen or each.refused for each in found[1:])
+    assert sorted(each.exchange for each in found if each.codec == "none") == list(registry.names("exchange"))
+    around = {
+        n for n in registry.names("codec") if "inner" in inspect.signature(registry.module("codec", n).Codec).parameters
+    }
+    assert around == {"feedback", "lossless"}
+    assert {each.codec.split("/")[-1] for each in found} == {*registry.names("codec")} - around
+    biased = {each.codec for each in found if "/" in each.codec}
+    assert biased == {f"feedback/{n}" for n in registry.names("codec") if registry.says("codec", n, "needs_feedback")}
+
+
+def test_what_encodes_is_timed():
+    for each in measured():
+        assert (each.traffic.coding_s > 0) == (each.codec != "none"), each
+
+
+def test_a_row_is_what_a_job_with_that_method_says_of_itself():
+    alone = {(each.exchange, each.codec): each for each in measured()}
+    for exchange, codec in (("server", "none"), ("diloco", "none"), ("allreduce", "feedback/lowrank")):
+        own = measured(exchange=exchange, codec=codec)[0]
+        assert own.chosen
+        traffics = (dataclasses.replace(each.traffic, coding_s=0.0) for each in (own, alone[exchange, codec]))
+        assert next(traffics) == next(traffics)
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "refused"),
+    [
+        ("processes:2", {}, {"server": "divides the optimizer's work"}),
+        ("sequential", {"buffers": "broadcast"}, dict.fromkeys(("diloco", "local_sgd"), "buffers='broadcast'")),
+    ],
+)
+def test_what_the_job_cannot_have_is_refused_by_name(engine, options, refused):
+    found = {each.exchange: each.refused for each in measured(engine, **options) if each.refused}
+    assert found.keys() == refused.keys()
+    for exchange, part in refused.items():
+        assert exchange in found[exchange]
+        assert part in found[exchange]
+
+
+def survey(own=OWN, *others):
+    """Two equal nodes and a network of 100 Mbit/s."""
+    step = dataclasses.replace(STEP, ways=own)
+    nodes = [dataclasses.replace(plain(name), whole=step, quarter=step.at(8)) for name in "ab"]
+    kinds = MeasuredMethod("allreduce", "none", own, chosen=True), *others
+    nodes = [dataclasses.replace(node, methods=kinds) for node in nodes]
+    return Survey(nodes, lambda _: NetworkModel(1e-4, 12.5e6), real=True)
+
+
+def test_the_first_row_is_the_teams_own_prediction():
+    seen = survey()
+    team = seen.team(2, SHARED).team
+    (row,) = seen.methods(team)
+    assert (row.predicted_s, row.predicted_speedup, row.sent_bytes, row.exposed_s, row.reason) == (
+        *(team.predicted_s, team.predicted_speedup, team.sent_bytes, team.exposed_s),
+        "chosen",
+    )
+
+
+def test_fewer_bytes_are_faster_and_what_encodes_them_costs():
+    few = ExchangeTraffic(False, 0.1, loses=True)
+    seen = survey(
+        ExchangeTraffic(False),
+        *(MeasuredMethod("allreduce", name, few) for name in ("feedback/topk",)),
+        MeasuredMethod("allreduce", "qsgd", dataclasses.replace(few, coding_s=1.0)),
+        MeasuredMethod("server", "none", ExchangeTraffic(False), refused="exchange 'server' needs another optimizer"),
+        MeasuredMethod("diloco", "none", ExchangeTraffic(False, every=100)),
+    )
+    own, topk, qsgd, server, diloco = seen.methods(seen.team(2, SHARED).team)
+    assert topk.predicted_s < own.predicted_s
+    assert topk.fidelity == "approximate"
+    assert topk.reason == f"other updates (approximate), {own.predicted_s / topk.predicted_s:.2f}x the job's own"
+    values = sum(part.numel for part in seen.nodes[0].whole.parts)
+    assert qsgd.predicted_s == pytest.approx(topk.predicted_s + values, rel=0.01)
+    assert qsgd.reason == "other updates (approximate), not faster"
+    assert (server.predicted_s, server.reason) == (None, "refused: exchange 'server' needs another optimizer")
+    assert diloco.sent_bytes < own.sent_bytes / 50
+
+
+def test_the_same_updates_are_told_from_others():
+    assert rows.reason(2.0, 1.0, "exact") == "the same updates, 2.00x the job's own"
+    assert rows.reason(1.0, 1.0, "exact") == "the same updates, not faster"
+
+
+def test_one_that_a_node_cannot_have_is_for_no_team():
+    seen = survey()
+    _, other = seen.nodes
+    refused = dataclasses.replace(other.methods[0], refused="no room")
+    seen.nodes[1] = dataclasses.replace(other, methods=(refused,))
+    (row,) = seen.methods(seen.team(2, SHARED).team)
+    assert row.reason == "refused: no room"
+
+
+def test_rows_are_kept_in_the_file_and_shown():
+    seen = survey(ExchangeTraffic(), MeasuredMethod("server", "none", refused="no"))
+    found = seen.methods(seen.team(2, SHARED).team)
+    plan = Plan("sequential", methods=found)
+    assert Plan.from_toml(plan.to_toml()).methods == Plan.of(json.loads(plan.to_json())).methods == found
+    cells = {column.header: list(column.cells) for column in method_table(found).columns}
+    assert [str(each) for each in cells[""]] == ["<- chosen", "refused: no"]
