@@ -181,6 +181,7 @@ def _train(request: _Request, job: Job, world: LaunchEnvironment, given: torch.n
         raise
     pace = Pace(training)
     pace.run.row, training.wrappers = row, wrappers
+    pace.run.asked = parts.exchange_name, parts.codec_name
     if wrappers.found and pace.leader:
         log.info(wrappers.notice)
         pace.record.write("hint", text=wrappers.notice)

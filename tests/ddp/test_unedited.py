@@ -160,10 +160,15 @@ def test_a_machines_own_sitecustomize_still_runs(folder):
 
 @pytest.mark.parametrize("first", ["paceline.transport", "paceline.engine.compute.batch"])
 def test_a_module_of_ours_may_be_the_first_to_import_torch(first, folder):
-    program = f"import {first}; from torch.nn.parallel import distributed as a, DistributedDataParallel as b"
-    program += (
-        "; print(a.DistributedDataParallel.__module__, b is a.DistributedDataParallel, issubclass(b, b.__base__))"
-    )
+    program = f"""
+import pickle, {first}
+from torch.nn import parallel
+from torch.nn.parallel import distributed as one
+assert pickle.loads(pickle.dumps(one)) is one  # as others send functions that use it
+ours = parallel.DistributedDataParallel
+print(ours.__module__, one.DistributedDataParallel is ours, vars(one)["DistributedDataParallel"] is ours)
+assert type(one) is type(parallel) is type(pickle)
+"""
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, **import_hook.environment({})},

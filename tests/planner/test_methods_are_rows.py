@@ -88,7 +88,7 @@ def survey(own=OWN, *others):
     """Two equal nodes and a network of 100 Mbit/s."""
     step = dataclasses.replace(STEP, ways=own)
     nodes = [dataclasses.replace(plain(name), whole=step, quarter=step.at(8)) for name in "ab"]
-    kinds = MeasuredMethod("allreduce", "none", own, chosen=True), *others
+    kinds = MeasuredMethod("allreduce", "none", traffic=own, chosen=True), *others
     nodes = [dataclasses.replace(node, methods=kinds) for node in nodes]
     return Survey(nodes, lambda _: NetworkModel(1e-4, 12.5e6), real=True)
 
@@ -107,10 +107,10 @@ def test_fewer_bytes_are_faster_and_what_encodes_them_costs():
     few = ExchangeTraffic(False, 0.1, loses=True)
     seen = survey(
         ExchangeTraffic(False),
-        *(MeasuredMethod("allreduce", name, few) for name in ("feedback/topk",)),
-        MeasuredMethod("allreduce", "qsgd", dataclasses.replace(few, coding_s=1.0)),
-        MeasuredMethod("server", "none", ExchangeTraffic(False), refused="exchange 'server' needs another optimizer"),
-        MeasuredMethod("diloco", "none", ExchangeTraffic(False, every=100)),
+        *(MeasuredMethod("allreduce", name, "approximate", few) for name in ("feedback/topk",)),
+        MeasuredMethod("allreduce", "qsgd", "approximate", dataclasses.replace(few, coding_s=1.0)),
+        MeasuredMethod("server", "none", refused="exchange 'server' needs another optimizer"),
+        MeasuredMethod("diloco", "none", "approximate", ExchangeTraffic(False, every=100)),
     )
     own, topk, qsgd, server, diloco = seen.methods(seen.team(2, SHARED).team)
     assert topk.predicted_s < own.predicted_s
@@ -126,6 +126,54 @@ def test_fewer_bytes_are_faster_and_what_encodes_them_costs():
 def test_the_same_updates_are_told_from_others():
     assert rows.reason(2.0, 1.0, "exact") == "the same updates, 2.00x the job's own"
     assert rows.reason(1.0, 1.0, "exact") == "the same updates, not faster"
+
+
+def test_a_row_has_the_jobs_own_options_and_the_default_stays_a_row():
+    """Story: a method with options was listed as the default of its name, which was missing."""
+    found = measured(exchange="allreduce:forms=dense", codec="half:fp16")
+    assert (found[0].exchange, found[0].codec, found[0].traffic.factors) == (
+        "allreduce:forms=dense",
+        "half:fp16",
+        False,
+    )
+    assert ("allreduce", "none") in [(each.exchange, each.codec) for each in found[1:]]
+
+
+def test_all_rows_overlap_as_the_job_does():
+    found = measured(overlap="forward")
+    assert {each.exchange for each in found if each.refused} == {"diloco", "local_sgd", "ordered", "server"}
+    assert all(each.traffic.forward for each in found if not each.refused)
+
+
+def test_the_fidelity_is_that_of_the_lesser_part():
+    found = {(each.exchange, each.codec): each.fidelity for each in measured()}
+    lesser = {"diloco": "approximate", "local_sgd": "approximate", "half": "rounded"}
+    for (exchange, codec), fidelity in found.items():
+        assert fidelity == (
+            lesser.get(exchange) or lesser.get(codec) or ("exact" if codec == "none" else "approximate")
+        )
+
+
+def test_nodes_may_have_methods_in_another_order_and_one_that_others_lack_is_refused():
+    """Story: the plan ended without a word of help, after all trials, where a host had a package more."""
+    extra, server = MeasuredMethod("theirs", "none"), MeasuredMethod("server", "none")
+    seen = survey(OWN, extra, server)
+    _, other = seen.nodes
+    seen.nodes[1] = dataclasses.replace(other, methods=(server, other.methods[0]))
+    own, theirs, served = seen.methods(seen.team(2, SHARED).team)
+    assert (own.reason, theirs.reason) == ("chosen", "refused: another node does not have it")
+    assert served.predicted_s
+
+
+def test_a_weight_of_any_size_is_timed_in_parts(monkeypatch):
+    monkeypatch.setattr(methods, "ENOUGH", 100)
+    timed = []
+    monkeypatch.setattr(
+        methods, "_run_s", lambda codec, bucket, values: timed.append(bucket.numel) or 1e-6 * values.numel()
+    )
+    found = {each.codec: each.traffic.coding_s for each in measured()}
+    assert max(timed) <= 200
+    assert found["qsgd"] == pytest.approx(1e-6)
 
 
 def test_one_that_a_node_cannot_have_is_for_no_team():

@@ -111,13 +111,23 @@ class _Asked(ModuleType):
 
     @property
     def DistributedDataParallel(self) -> object:
-        ours = sys.modules.get(MODULE)
-        if ours and not hasattr(ours, CLASS):
-            return vars(self)[CLASS]  # ours asks for the class that it is a subclass of
-        self.DistributedDataParallel = getattr(importlib.import_module(MODULE), CLASS)
-        return vars(self)[CLASS]
+        ours = getattr(importlib.import_module(MODULE), CLASS, None)  # another thread waits until it is whole
+        return vars(self)[CLASS] if ours is None else _put(ours)
 
     @DistributedDataParallel.setter
     def DistributedDataParallel(self, value: object) -> None:
         self.__class__ = ModuleType  # type: ignore[assignment]
         vars(self)[CLASS] = value
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return importlib.import_module, (self.__name__,)
+
+
+def _put(ours: object) -> object:
+    """In both at once: torch's forward marks the class that its module has at that moment."""
+    from torch.nn import parallel
+
+    for home in (parallel, parallel.distributed):
+        if isinstance(home, _Asked):
+            home.DistributedDataParallel = ours
+    return ours

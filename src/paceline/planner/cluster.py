@@ -174,9 +174,9 @@ def _imagined(survey: Survey, what_if: Sequence[WhatIf]) -> list[Team]:
 
 def _methods(survey: Survey, teams: Sequence[Team], count: int, what_if: Sequence[WhatIf]) -> tuple[Method, ...]:
     """Of the team to use; where that is one machine, of the fastest team of real ones, if any."""
-    real = [team for team in teams[1:] if team.hosts]
+    real = [team for team in teams[1:] if team.hosts and not team.failed]
     used = [team for team in real if team.nodes == count and team.batch == SHARED]
-    if not (among := used or real or teams[1:]):
+    if not (among := used or real or [team for team in teams[1:] if not team.hosts]):
         return ()
     best = max(among, key=lambda team: team.speedup)
     return survey.methods(best, next((what for what in what_if if what.description == best.link), None))

@@ -137,7 +137,7 @@ def traffic(
 
 def packed(part: LayerTiming, form: str, nodes: int, ways: ExchangeTraffic) -> float:
     """The ratio of lossless compression on a slow network."""
-    if form != FACTORS and (ways.gathers or ways.copy_bytes):
+    if form != FACTORS and (ways.gathers or ways.copy_bytes or ways.loses):
         return 1.0
     return part.packed_factors if form == FACTORS else part.packed_dense if nodes == 2 else 1.0
 

@@ -13,8 +13,8 @@ from paceline.data.load_balance import fair_shares
 from paceline.messages import FACTORS
 from paceline.planner.cluster_model import NetworkModel, predict
 from paceline.planner.measure.trial import Trial
-from paceline.planner.methods import CHOSEN, REFUSED, MeasuredMethod, Method, first_refusal, reason
-from paceline.planner.plan_file import Plan, Row
+from paceline.planner.methods import REFUSED, MeasuredMethod, Method, first_refusal, on_all, reason
+from paceline.planner.plan_file import CHOSEN, Plan, Row
 from paceline.planner.step_model import StepModel
 from paceline.planner.teams import EACH, FAILED, SHARED, Team, WhatIf
 
@@ -141,8 +141,8 @@ class Survey:
         nodes, network = self._first(team.nodes), self._network(team.nodes, what)
         models, _ = divided(nodes, [self.engine_of[node.name] for node in nodes], team.batch)
         own_s, found = team.predicted_s or 0.0, list[Method]()
-        for per_node in zip(*(node.methods for node in nodes), strict=True):
-            first = per_node[0]
+        for first in nodes[0].methods:
+            per_node = on_all(first, [node.methods for node in nodes[1:]])
             line = Method(first.exchange, first.codec, team.nodes, team.batch_size, team.link, first.fidelity)
             if refused := first_refusal(per_node):
                 found.append(replace(line, reason=REFUSED + refused))

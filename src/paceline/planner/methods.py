@@ -15,9 +15,8 @@ from typing import Any
 
 from paceline.messages import ExchangeTraffic
 from paceline.planner.teams import WORTH
-from paceline.registry import says
 
-CHOSEN, REFUSED = "chosen", "refused: "
+REFUSED = "refused: "
 FIDELITIES = "exact", "rounded", "approximate"
 
 
@@ -27,6 +26,7 @@ class MeasuredMethod:
 
     exchange: str
     codec: str
+    fidelity: str = "exact"
     traffic: ExchangeTraffic = field(default_factory=ExchangeTraffic)
     refused: str = ""
     chosen: bool = False
@@ -34,13 +34,6 @@ class MeasuredMethod:
     @classmethod
     def of(cls, fields: dict[str, Any]) -> MeasuredMethod:
         return cls(**{**fields, "traffic": ExchangeTraffic(**fields["traffic"])})
-
-    @property
-    def fidelity(self) -> str:
-        """The lesser one of both."""
-        parts = [("exchange", self.exchange), *(("codec", each) for each in self.codec.split("/"))]
-        known = [says(room, text.partition(":")[0], "fidelity") for room, text in parts]
-        return max((each for each in known if each in FIDELITIES), key=FIDELITIES.index, default=FIDELITIES[0])
 
 
 @dataclass(frozen=True)
@@ -65,6 +58,13 @@ def reason(own_s: float, predicted_s: float, fidelity: str) -> str:
     updates = "the same updates" if fidelity == FIDELITIES[0] else f"other updates ({fidelity})"
     times = own_s / predicted_s
     return f"{updates}, {times:.2f}x the job's own" if times >= WORTH else f"{updates}, not faster"
+
+
+def on_all(first: MeasuredMethod, others: Sequence[Sequence[MeasuredMethod]]) -> list[MeasuredMethod]:
+    """The same method as each of the other nodes has measured it; one without it refuses."""
+    missing = MeasuredMethod(first.exchange, first.codec, refused="another node does not have it")
+    key = first.exchange, first.codec
+    return [first, *(next((m for m in each if (m.exchange, m.codec) == key), missing) for each in others)]
 
 
 def first_refusal(nodes: Sequence[MeasuredMethod]) -> str:

@@ -55,6 +55,7 @@ class RunState:
     folder: Path | None = None
     methods: dict[str, str] = field(default_factory=dict)
     row: str = ""
+    asked: tuple[str, str] = "", ""  # exchange and codec, with their options
     leader: bool = False
     speaks: bool = False
     watched: bool = False

@@ -8,6 +8,7 @@ smaller, an all-reduce measures by itself.
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -21,7 +22,7 @@ from paceline.engine.checks.join_arguments import clashes
 from paceline.engine.checks.norm_layers import over_batches
 from paceline.engine.compute.precision import PRECISION
 from paceline.messages import ALL_GATHER, REDUCE_SCATTER, Bucket, Collective, ExchangeTraffic, StepContext
-from paceline.planner.methods import MeasuredMethod
+from paceline.planner.methods import FIDELITIES, MeasuredMethod
 from paceline.registry import ALONE, CODEC, CORRECTION, EXCHANGE, ROOMS, module, names, parse, says
 from paceline.step.run_state import RunState
 
@@ -30,15 +31,23 @@ ENOUGH = 1 << 22
 
 def measure(run: RunState, engine: str) -> list[dict[str, Any]]:
     """The run's own method first. ``engine``: the configuration that is planned, which this process need not have."""
-    own = MeasuredMethod(run.methods["exchange"], run.methods["codec"], of_run(run), chosen=True)
-    others = (_method(run, engine, *pair) for pair in _pairs() if pair != (own.exchange, own.codec))
-    return [asdict(each) for each in (own, *others)]
+    own = MeasuredMethod(*run.asked, _fidelity(run.exchange, run.codec), of_run(run), chosen=True)
+    return [asdict(each) for each in (own, *(_method(run, engine, *pair) for pair in _pairs() if pair != run.asked))]
 
 
 def of_run(run: RunState) -> ExchangeTraffic:
     """Of this run's own exchange between equal nodes."""
     traffic = _whole(run, run.exchange.traffic(_type(run)))
-    return replace(traffic, coding_s=_coding_s(run, run.codec))
+    try:
+        return replace(traffic, coding_s=_coding_s(run, run.codec))
+    except Exception:  # another package's may ask more of the replies; the plan can do without its seconds
+        return traffic
+
+
+def _fidelity(exchange: contract.Exchange, codec: contract.Codec) -> str:
+    """The lesser one of both."""
+    known = [each for each in (exchange.fidelity, codec.fidelity) if each in FIDELITIES]
+    return max(known, key=FIDELITIES.index, default=FIDELITIES[-1])
 
 
 def _type(run: RunState) -> torch.dtype:
@@ -71,8 +80,12 @@ def _maker(room: str, name: str) -> Any:
 
 
 def _method(run: RunState, engine: str, exchange_name: str, codec_name: str) -> MeasuredMethod:
+    made = MeasuredMethod(exchange_name, codec_name)
     try:
         exchange, codec = parse("exchange", exchange_name), parse("codec", codec_name)
+        if (overlap := run.exchange.overlap) not in exchange.overlaps:
+            raise ValueError(f"exchange {exchange_name!r} has no overlap={overlap!r}, which the job asks for")
+        exchange.overlap = overlap
         against = clashes(
             run.world,
             engine,
@@ -90,11 +103,12 @@ def _method(run: RunState, engine: str, exchange_name: str, codec_name: str) -> 
         exchange.open(run.engine, module("link", ALONE).world(1)[0], codec, run.job.batch_size, run.job.seed)
         traffic = _whole(run, exchange.traffic(_type(run)))
         exchange.close()
-        return MeasuredMethod(exchange_name, codec_name, replace(traffic, coding_s=_coding_s(run, codec)))
+        traffic = replace(traffic, coding_s=_coding_s(run, codec))
+        return replace(made, fidelity=_fidelity(exchange, codec), traffic=traffic)
     except ValueError as error:
-        return MeasuredMethod(exchange_name, codec_name, refused=str(error))
+        return replace(made, refused=str(error).partition("\n")[0])
     except Exception as error:  # another package's may raise anything; the plan can do without it
-        return MeasuredMethod(exchange_name, codec_name, refused=f"{type(error).__name__}: {error}")
+        return replace(made, refused=f"{type(error).__name__}: {error}".partition("\n")[0])
 
 
 def _coding_s(run: RunState, codec: contract.Codec) -> float:
@@ -102,13 +116,22 @@ def _coding_s(run: RunState, codec: contract.Codec) -> float:
     if isinstance(codec, _maker("codec", CODEC)):
         return 0.0
     spent_s, count = 0.0, 0
-    for bucket in sorted(run.engine.buckets, key=lambda each: each.numel):
+    for bucket in map(_small, sorted(run.engine.buckets, key=lambda each: each.numel)):
         values = torch.randn(bucket.numel, dtype=_type(run), device=run.engine.weights[0].device)
         spent_s += min(_run_s(codec, bucket, values) for _ in range(2))
         count += bucket.numel
         if count >= ENOUGH:
             break
     return spent_s / count if count else 0.0
+
+
+def _small(bucket: Bucket) -> Bucket:
+    """Some rows of its first weight, where it is so large that a codec might need more memory than there is."""
+    if bucket.numel <= 2 * ENOUGH:
+        return bucket
+    rows, *others = bucket.shapes[0]
+    shape = (max(1, min(rows, ENOUGH // max(1, math.prod(others)))), *others)
+    return replace(bucket, names=bucket.names[:1], shapes=(shape,))
 
 
 def _run_s(codec: contract.Codec, bucket: Bucket, values: Tensor) -> float:

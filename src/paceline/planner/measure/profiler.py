@@ -68,7 +68,7 @@ class ProfiledStep:
     accumulate: int = 1
     precision: str | None = None
     batch_norm: str = "local"
-    methods: Callable[[str], list[dict[str, Any]]] | None = None  # a configuration -> the fields of each method
+    methods: Callable[[str], list[dict[str, Any]]] = lambda _: []  # a configuration -> the fields of each method
     cuts: bool = True  # whether samples lie along the first dimension, so that the batch can be cut
 
     def few(self, rows: int, most: int) -> int:
@@ -114,7 +114,7 @@ def _record_timelines(job: ProfiledStep, request: Mapping[str, Any]) -> dict[str
         # replaced, since a timeline counts what the loss divides by, such as tokens
         lines.append({**(job.record(rows, passes) if passes > 1 else line), "rows": num_rows})
     absorbs = job.engine.optimizer_takes_factors
-    methods = job.methods(request["chosen"]) if job.methods else []
+    methods = job.methods(request["chosen"])
     return {"lines": lines, "absorbs": absorbs, "batch_size": job.batch_size, "methods": methods, "fingerprint": mark}
 
 
