@@ -2,8 +2,8 @@
 
     python benchmarks/methods.py [--rate 100mbit] [--rounds 2] [--out FOLDER]
 
-Nodes are network namespaces of one core each (needs root). The plan is made once; then each method trains in turn, the
-first one again in each round. Whoever communicates once in several steps trains for some of its periods.
+Nodes are network namespaces of one core each (needs root). The plan is made once; then each method trains in turn, in
+each round once. Whoever communicates once in several steps trains for some of its periods.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def paceline(machines: Machines, command: str, *words: str) -> str:
 def measured(machines: Machines, one: dict[str, Any]) -> dict[str, float]:
     steps = str(PERIODIC.get(one["exchange"], STEPS))
     said = paceline(machines, "run", "--plan", "sequential", JOB, one["exchange"], one["codec"], steps)
-    line = next(line for line in said.splitlines() if "methods {" in line)
+    line = next((line for line in said.splitlines() if "methods {" in line), "")
+    if not line:
+        raise SystemExit(f"{one['exchange']} {one['codec']} said nothing of its steps: {said}")
     found: dict[str, float] = json.loads(line[line.index("{") :])
     return found
 
@@ -58,7 +60,10 @@ def main() -> None:
         shared = next(team for team in plan["teams"] if team["nodes"] == 2 and team["batch"] == "shared")
         rows = [one for one in plan["methods"] if one["predicted_s"]]
         print(f"two nodes: {shared['predicted_s']:.3f} s predicted, {shared['measured_s']:.3f} s measured by the plan")
-        assert {one["batch_size"] for one in rows} == {shared["batch_size"]}, "the plan is of another batch"
+        if {one["batch_size"] for one in rows} != {shared["batch_size"]}:
+            raise SystemExit(
+                "the plan's methods are of the team with a larger batch, the faster one; run again"
+            )
         taken: list[list[dict[str, float]]] = [[] for _ in rows]
         for _ in range(given.rounds):
             for i, one in enumerate(rows):

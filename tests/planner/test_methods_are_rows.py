@@ -15,9 +15,10 @@ from torch.nn import functional as F
 
 import paceline
 from paceline import registry
-from paceline.messages import ExchangeTraffic
+from paceline.messages import DENSE, ExchangeTraffic
+from paceline.planner import cluster
 from paceline.planner import methods as rows
-from paceline.planner.cluster_model import NetworkModel
+from paceline.planner.cluster_model import NetworkModel, packed
 from paceline.planner.cluster_survey import Survey
 from paceline.planner.measure import methods
 from paceline.planner.methods import MeasuredMethod
@@ -107,7 +108,7 @@ def test_fewer_bytes_are_faster_and_what_encodes_them_costs():
     few = ExchangeTraffic(False, 0.1, loses=True)
     seen = survey(
         ExchangeTraffic(False),
-        *(MeasuredMethod("allreduce", name, "approximate", few) for name in ("feedback/topk",)),
+        MeasuredMethod("allreduce", "feedback/topk", "approximate", few),
         MeasuredMethod("allreduce", "qsgd", "approximate", dataclasses.replace(few, coding_s=1.0)),
         MeasuredMethod("server", "none", refused="exchange 'server' needs another optimizer"),
         MeasuredMethod("diloco", "none", "approximate", ExchangeTraffic(False, every=100)),
@@ -174,6 +175,30 @@ def test_a_weight_of_any_size_is_timed_in_parts(monkeypatch):
     found = {each.codec: each.traffic.coding_s for each in measured()}
     assert max(timed) <= 200
     assert found["qsgd"] == pytest.approx(1e-6)
+
+
+def test_a_method_that_fails_when_it_is_timed_is_told_and_the_jobs_own_is_planned_without(monkeypatch):
+    def run_s(*_):
+        raise RuntimeError("no reply\nof mine")
+
+    monkeypatch.setattr(methods, "_run_s", run_s)
+    own, *others = measured(codec="half")
+    assert (own.traffic.coding_s, own.refused) == (0.0, "")
+    for each in others:
+        assert each.refused == ("" if each.codec == "none" else "RuntimeError: no reply")
+
+
+def test_codes_of_a_lossy_codec_are_not_taken_for_as_compressible_as_the_gradient():
+    part = dataclasses.replace(BIG, packed_dense=0.5)
+    assert packed(part, DENSE, 2, ExchangeTraffic(loses=True)) == 1.0
+    assert packed(part, DENSE, 2, ExchangeTraffic()) == 0.5
+
+
+def test_rows_are_never_of_a_team_whose_trial_failed():
+    seen = survey()
+    team = seen.team(2, SHARED).team
+    assert cluster._methods(seen, [seen.alone, team], 1, ())
+    assert cluster._methods(seen, [seen.alone, dataclasses.replace(team, reason="failed: out of memory")], 1, ()) == ()
 
 
 def test_one_that_a_node_cannot_have_is_for_no_team():
