@@ -61,9 +61,7 @@ def main() -> None:
         rows = [one for one in plan["methods"] if one["predicted_s"]]
         print(f"two nodes: {shared['predicted_s']:.3f} s predicted, {shared['measured_s']:.3f} s measured by the plan")
         if {one["batch_size"] for one in rows} != {shared["batch_size"]}:
-            raise SystemExit(
-                "the plan's methods are of the team with a larger batch, the faster one; run again"
-            )
+            raise SystemExit("the plan's methods are of the team with a larger batch, the faster one; run again")
         taken: list[list[dict[str, float]]] = [[] for _ in rows]
         for _ in range(given.rounds):
             for i, one in enumerate(rows):

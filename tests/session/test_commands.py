@@ -41,9 +41,8 @@ def paceline(*words, code=0, cwd=None, limit_s=100, **environment):
 
 
 def test_train_without_arguments_measures_chooses_and_learns(tmp_path):
-    said = paceline(
-        "train", cwd=tmp_path, limit_s=200
-    )  # it plans and trains on all cores, of which other tests take some
+    # it trains on all cores, of which other tests take some
+    said = paceline("train", cwd=tmp_path, limit_s=200)
     assert re.search(r"machine: .* cores", said)
     rows = re.findall(r"^(\S+) .* ([\d.]+)x ", said, re.MULTILINE)
     assert rows[0] == ("sequential", "1.00")  # measured, or where there is no time for it, predicted
