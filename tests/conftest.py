@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -19,7 +20,8 @@ sys.path += [str(path) for path in sorted(Path(__file__).parent.iterdir()) if pa
 
 # so do processes that tests start find the harnesses, installed or not
 BENCH = Path(__file__).parents[1] / "bench" / "src"
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(BENCH), os.environ.get("PYTHONPATH"))))
+STARTING = Path(__file__).parent / "support" / "starting"
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(BENCH), str(STARTING), os.environ.get("PYTHONPATH"))))
 
 _cache = tempfile.TemporaryDirectory(prefix="paceline-test-cache-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
@@ -72,6 +74,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[MISSED] = sorted(f"{test}[{part}" for test, part in asked - met)
     # where two processes share the files, neither is left with a long one at the end; stable: a file's own order stays
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Ten thousand tests and torch are not looked through for garbage again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own, so that its reasons stand above this line
