@@ -379,11 +379,12 @@ class CommCost:
 class ExchangeTraffic:
     """The communication pattern of an exchange and its codec. *Units*: bytes per value sent; 0: of the value's type.
 
-    ``factors``: fully-connected layers may be sent as factors. ``copy_bytes``: a node sends its Nth of the sum on, as
-    a copy. ``gathers``: gradients are all-gathered, and every node sums them. ``every``: 0, or the period of weight
-    averaging (local SGD), without gradients. ``forward``: communication may overlap with the next forward pass.
-    ``loses``: a lossy codec, whose smaller size does not count against factors. ``coding_s``: what it computes, in
-    seconds per value. ``norm_sums``: all-reduces of synchronised batch norm per step; ``norm_numel``: their values.
+    ``factors``: fully-connected layers may be sent as factors. ``copy_bytes``: of more than two nodes, each sends its
+    Nth of the sum on, as a copy. ``gathers``: gradients are all-gathered, and every node sums them. ``every``: 0, or
+    the period of weight averaging, without gradients. ``forward``: communication may overlap with the next forward
+    pass. ``loses``: a lossy codec, whose smaller size does not count against factors. ``coding_s``: what it computes,
+    in seconds per value; ``rounds``: its collectives per bucket. ``norm_sums``: all-reduces of batch norm per step;
+    ``norm_numel``: their values.
     """
 
     factors: bool = True
@@ -395,5 +396,6 @@ class ExchangeTraffic:
     forward: bool = False
     loses: bool = False
     coding_s: float = 0.0
+    rounds: float = 1.0
     norm_sums: int = 0
     norm_numel: int = 0

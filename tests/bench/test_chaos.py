@@ -304,9 +304,9 @@ def test_a_disk_is_filled_and_freed(tmp_path):
 # trainings
 
 
-def played(*planned, kinds=(), nodes=3, epochs=20, ways=(ALLREDUCE,)):
+def played(*planned, nodes=3, epochs=20, ways=(ALLREDUCE,)):
     said: list[str] = []
-    outcomes, _ = campaign.suffer(max(1, len(planned)), 3, kinds, nodes, epochs, said.append, planned, ways)
+    outcomes, _ = campaign.suffer(len(planned), 3, (), nodes, epochs, said.append, planned, ways)
     assert summary.failed(outcomes) == [], "\n".join(said)
     return outcomes
 
@@ -321,15 +321,37 @@ def test_the_launcher_dies_and_rank_0_and_the_training_ends_as_if_nothing_had_be
     assert second.lost <= 1
 
 
+# one after the other: a training for each would mostly start processes
+IN_TURN = [
+    (
+        Fault(faults.SLOW, (1,), 4.0),
+        Fault(faults.DISK, (), 3.0),
+        Fault(faults.CABLE, (1,), 2.0),
+        Fault(faults.ONE_WAY, (2,), 13.0),
+        Fault(faults.KILL, (3,)),
+    ),
+    (
+        Fault(faults.LAUNCHER_KILLED, ()),
+        Fault(faults.PAIR, (1, 2), 2.0),
+        Fault(faults.KILL_0, (0,)),
+        Fault(faults.ALL, (1, 2, 3)),
+    ),
+]
+
+
 @pytest.mark.dear
 @needs_machines
-@pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind not in (faults.PARTITION, faults.STOP)])
-def test_every_class_of_fault_is_outlived(kind):
-    """The other two have tests of their own below."""
-    long = max((most for _, most in faults.LASTS.get(kind, ())), default=0.0) > 8
-    (one,) = played(kinds=[kind], nodes=3, epochs=20 if long else 8)
-    assert one.fault.kind == kind
-    assert one.lost <= 1 or kind in ENDING
+@pytest.mark.parametrize("in_turn", IN_TURN)
+def test_every_class_of_fault_is_outlived(in_turn):
+    outcomes = played(*in_turn, nodes=4, epochs=40)
+    assert [one.fault for one in outcomes] == list(in_turn)
+    for one in outcomes:
+        assert one.lost <= 1 or one.fault.kind in ENDING, one
+
+
+def test_no_class_of_fault_is_forgotten():
+    """Two have trainings of their own below."""
+    assert {fault.kind for each in IN_TURN for fault in each} | {faults.PARTITION, faults.STOP} == set(CLASSES)
 
 
 @pytest.mark.dear

@@ -70,6 +70,37 @@ def test_a_row_is_what_a_job_with_that_method_says_of_itself():
         assert next(traffics) == next(traffics)
 
 
+@pytest.mark.parametrize("codec", ["qsgd", "feedback/lowrank"])
+def test_as_many_collectives_are_counted_as_a_job_with_this_codec_has(codec):
+    """Two per bucket; of ``lowrank`` larger buckets are fewer."""
+
+    def collectives(own):
+        model = nn.Sequential(*(nn.Conv2d(256, 256, 3) for _ in range(3)), nn.Flatten(), nn.Linear(256, 4))
+        with paceline.join(
+            model, torch.optim.SGD(model.parameters()), F.cross_entropy, batch_size=8, codec=own
+        ) as pace:
+            (row,) = [each for each in methods.measure(pace.run, "sequential") if each["codec"] == codec]
+            return row["traffic"]["rounds"] * len(pace.run.engine.buckets), len(pace.run.engine.buckets)
+
+    (asked, few), (own, its) = collectives("none"), collectives(codec)
+    assert asked == pytest.approx(own) == 2 * its
+    assert (its < few) == (codec != "qsgd")
+
+
+def test_each_collective_waits_for_its_messages():
+    one, two = (ExchangeTraffic(False, 1.0, rounds=rounds) for rounds in (1.0, 2.0))
+    seen = survey(one, MeasuredMethod("allreduce", "two rounds", traffic=two))
+    own, other = seen.methods(seen.team(2, SHARED).team)
+    assert other.sent_bytes == own.sent_bytes
+    assert other.predicted_s == pytest.approx(own.predicted_s + 2 * 1e-4 * len(STEP.parts))
+
+
+def test_more_nodes_than_a_codec_adds_up_are_refused():
+    (qsgd,) = (each for each in measured() if each.codec == "qsgd")
+    assert rows.first_refusal([qsgd] * qsgd.most_nodes) == ""
+    assert rows.first_refusal([qsgd] * (qsgd.most_nodes + 1)) == "at most 127 nodes can use it"
+
+
 @pytest.mark.parametrize(
     ("engine", "options", "refused"),
     [

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -25,8 +24,9 @@ from paceline.engine.checks.loss_graph import without_gradient
 from paceline.engine.checks.loss_in_parts import unlike
 from paceline.engine.checks.optimizer_options import Options
 from paceline.engine.checks.replaced_layers import Layout
+from paceline.engine.compute import batch as batches
 from paceline.engine.compute import matmul, optimizer_step, rng, state_store
-from paceline.engine.compute.batch import Measured, call, divisible, filled, judged, mapped, samples, split, target
+from paceline.engine.compute.batch import Awaited, mapped, split
 from paceline.engine.compute.deferred_update import DeferredUpdate
 from paceline.engine.compute.forward_state import Moving
 from paceline.engine.compute.gradient_hooks import Pass
@@ -45,7 +45,7 @@ AUXILIARY = (
     "the model's own loss has an auxiliary loss (aux_loss, of a mixture of experts), which is no mean over samples: "
     "each process and micro-batch balances its experts over its own rows, so the result depends on how many there are"
 )
-_Judged = tuple[Tensor, float, float, dict[str, float]]
+_Judged = tuple[Tensor, float, float, dict[str, Awaited]]
 HASH_STEPS = 1000  # in which the checksums have covered every value
 
 
@@ -58,7 +58,7 @@ class Engine(contract.Engine):
         self.num_threads = 1
         self.local_step = LocalStep()
         self.numerics = Numerics()
-        self.call_model: Callable[[nn.Module, Any], Any] = call
+        self.call_model: Callable[[nn.Module, Any], Any] = batches.call
         self._step_number, self._least, self._full = 0, 1, 0
         self._products: dict[int, Tensor] = {}
         self._in_step: Callable[[bool], AbstractContextManager[None]] = lambda present: nullcontext()
@@ -145,40 +145,43 @@ class Engine(contract.Engine):
                     output = self.call_model(self.model, given)
                 if getattr(output, "aux_loss", None) is not None:
                     self.hint = AUXILIARY
-            result = judged(self.loss, output, batch, num_rows, means, self.divided)
+            result = batches.judged(self.loss, output, batch, num_rows, means, self.divided)
             if self.divided and not self._parts_checked:
                 self._parts_checked = True
                 self.hint = self.hint or unlike(self.loss, output, batch, num_rows)
             return batch, output, result
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
-        start, batch = time.perf_counter(), filled(batch)
+        start, batch = time.perf_counter(), batches.filled(batch)
         self._check_parameters()
         self.local_step.check_step(self.moving)
-        vote, measured = Vote(), Measured()
+        vote, measured = Vote(), batches.Measured()
+        # read after backward: a GPU has got its work by then
+        losses, terms = list[Awaited](), list[dict[str, Awaited]]()
         if self._keeps:
             self._inputs.capture(batch)
 
         def compute(part: Any) -> Tensor:
             with self._sync_norms(), self._deferred.reading():
-                part, output, (value, times, weight, terms) = self._judged(part, num_rows)
-            vote.loss_sum += float(value.detach()) * times
+                part, output, (value, times, weight, named) = self._judged(part, num_rows)
+            losses.append(Awaited(value, times))
             vote.weight += weight
             if self._norms and not value.requires_grad:  # the other processes wait for its sums in backward
                 raise without_gradient()
-            if vote.terms and tuple(terms) != self.terms[0]:
+            if terms and tuple(named) != self.terms[0]:
                 raise ValueError(
-                    f"the loss gave the parts {', '.join(terms)} of one micro-batch and {', '.join(self.terms[0])} of "
+                    f"the loss gave the parts {', '.join(named)} of one micro-batch and {', '.join(self.terms[0])} of "
                     f"another; give the same everywhere, with 0 for a part that is missing"
                 )
-            vote.terms = tuple(a + b for a, b in zip_longest(vote.terms, terms.values(), fillvalue=0.0))
-            self.terms = tuple(terms), self.terms[1]
+            terms.append(named)
+            self.terms = tuple(named), self.terms[1]
             if self.metric:
-                vote.metric_sum += measured.add(self.metric(output, target(self.metric, part)), part, num_rows)
+                found = self.metric(output, batches.target(self.metric, part))
+                measured.put(found, batches.count(part) if num_rows is None else num_rows)
             return value if times * scale == 1.0 else value * (times * scale)
 
         parts = [] if batch is None else self._split(batch, self.accumulate)
-        num_rows = samples(parts[0], self.num_local_samples) if len(parts) == 1 else None
+        num_rows = batches.samples(parts[0], self.num_local_samples) if len(parts) == 1 else None
         saved = self.moving.keep() if len(parts) > 1 else []
         self.moving.begin(self._step_number, batch is not None)
 
@@ -191,7 +194,10 @@ class Engine(contract.Engine):
                 self.wait_pending()  # as processes with rows do: all raise its errors at the same place
             state = self.backward.run(forms, offer, *(partial(next_part, part) for part in parts))
         self.moving.end()
-        vote.terms, names, why = measured.after(vote.terms)
+        vote.loss_sum = sum(map(float, losses), start=0.0)
+        sums = tuple(sum(map(float, column)) for column in zip(*(each.values() for each in terms), strict=True))
+        vote.metric_sum = measured.total()
+        vote.terms, names, why = measured.after(sums)
         self.terms = self.terms[0], names or self.terms[1]
         self.hint = why or self.local_step.found() or self.hint
         if self._keeps:
@@ -203,7 +209,7 @@ class Engine(contract.Engine):
         parts *= self.local_step.num_micros
         if parts == 1 and self.num_local_samples is not None:
             return [batch]
-        return split(batch, parts, self._least if divisible(batch, self.num_local_samples) < self._full else 1)
+        return split(batch, parts, self._least if batches.divisible(batch, self.num_local_samples) < self._full else 1)
 
     def _check_parameters(self) -> None:
         """Raises ValueError where other parameters train than at the join."""

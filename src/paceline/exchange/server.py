@@ -3,14 +3,14 @@
     push      every node's gradient of a shard goes to the node that serves it, while backward runs: a reduce-scatter
     chain     the sum goes on to the next node, which makes the same update, so that it has a copy of this shard's state
     update    each node updates its own shard, and the copy of the one before
-    pull      the new weights of all shards: an all-gather after the vote
+    pull      the new weights of all shards: an all-gather after the vote; two nodes have updated all of them anyway
 
 A node that fails leaves its shard to the next one. The step under way is summed on all nodes; after it the survivors
 divide weights and optimizer state anew. If two neighbours fail at once, the run resumes from its newest checkpoint.
 
-*Cost* (N nodes, n bytes): (2 N - 1) / N n sent per node, where an all-reduce sends 2 (N - 1) / N n; 2 / N of the
-optimizer's work and state, where an all-reduce has all of it on every node. Gradients are sent while backward runs,
-weights are not.
+*Cost* (N nodes, n bytes): (2 N - 1) / N n sent per node, n of two nodes, where an all-reduce sends 2 (N - 1) / N n;
+2 / N of the optimizer's work and state, where an all-reduce has all of it on every node. Gradients are sent while
+backward runs, weights are not.
 *Invariants*: equal to all-reduce up to the order of sums; a shard and its copy get the same sums; replicas are
 bit-equal after each step; no update that a node has acknowledged is lost with any one node.
 *Source*: Li et al. 2014 (OSDI), "Scaling Distributed Machine Learning with the Parameter Server", sections 3.3 and 4.3.
@@ -51,6 +51,7 @@ from paceline.messages import (
     Vote,
 )
 
+WITH_COPIES = 2  # nodes, of which each has all shards: its own, and the other's as a copy
 States = dict[Shard, tuple[Tensor, dict[str, Any]]]  # (values, the optimizer's state) of each
 
 
@@ -144,6 +145,8 @@ class Exchange(allreduce.Exchange):
             return None
         if state or self.held != self._position:
             return self._assemble()
+        if self.link.size <= WITH_COPIES:
+            return []
         pulls = [self._pull(bucket) for bucket in self.buckets]
         return self._targets(
             torch.cat(pull.wait())[: each.numel] for each, pull in zip(self.buckets, pulls, strict=True)
@@ -216,7 +219,8 @@ class Exchange(allreduce.Exchange):
         link_cost, total = cost_of(self.link, size), CommCost(0, 0)
         for bucket in buckets:
             total += rounds_cost(self.push.rounds(bucket, size, torch.float32), size, link_cost)
-            total += link_cost(ALL_GATHER, 4 * -(-bucket.numel // size))
+            if size > WITH_COPIES:
+                total += link_cost(ALL_GATHER, 4 * -(-bucket.numel // size))
         return total
 
 

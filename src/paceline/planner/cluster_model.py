@@ -128,10 +128,11 @@ def traffic(
     """The cost of sending one bucket. ``rows``: the largest number of factor rows of any node."""
     if form == FACTORS:
         return gathered(round(rows * part.sides * wire_format.factor_bytes), nodes)
-    if wire_format.ways.gathers:
-        return gathered(round(part.numel * wire_format.dense_bytes), nodes)
-    cost = summed(round(part.numel * wire_format.dense_bytes), nodes, collectives(nodes))
-    copy_bytes = part.numel / nodes * wire_format.ways.copy_bytes
+    num_bytes = round(part.numel * wire_format.dense_bytes)
+    gathers = wire_format.ways.gathers
+    cost = gathered(num_bytes, nodes) if gathers else summed(num_bytes, nodes, collectives(nodes))
+    cost = replace(cost, steps=cost.steps * wire_format.ways.rounds)
+    copy_bytes = part.numel / nodes * wire_format.ways.copy_bytes if nodes > 2 else 0.0
     return replace(cost, steps=cost.steps + 1, bytes=cost.bytes + copy_bytes) if copy_bytes else cost
 
 

@@ -17,12 +17,14 @@ from paceline.messages import ExchangeTraffic
 from paceline.planner.teams import WORTH
 
 REFUSED = "refused: "
+MANY = 1024  # nodes, of which all methods are asked
 FIDELITIES = "exact", "rounded", "approximate"
 
 
 @dataclass(frozen=True)
 class MeasuredMethod:
-    """What one node sends and computes with it, or why it cannot have it."""
+    """What one node sends and computes with it, or why it cannot have it. ``most_nodes``: among which it can be used,
+    if fewer than MANY."""
 
     exchange: str
     codec: str
@@ -30,6 +32,7 @@ class MeasuredMethod:
     traffic: ExchangeTraffic = field(default_factory=ExchangeTraffic)
     refused: str = ""
     chosen: bool = False
+    most_nodes: int = MANY
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> MeasuredMethod:
@@ -69,4 +72,7 @@ def on_all(first: MeasuredMethod, others: Sequence[Sequence[MeasuredMethod]]) ->
 
 def first_refusal(nodes: Sequence[MeasuredMethod]) -> str:
     """Why one of the nodes cannot have it; empty where all can."""
-    return next((each.refused for each in nodes if each.refused), "")
+    if refused := next((each.refused for each in nodes if each.refused), ""):
+        return refused
+    most = min(each.most_nodes for each in nodes)
+    return f"at most {most} nodes can use it" if most < min(len(nodes), MANY) else ""

@@ -86,7 +86,7 @@ def cut(batch: Any, start: int, stop: int, rows: int, change: Callable[[Tensor],
     return mapped(batch, lambda leaf: change(leaf[start:stop]) if leaf.dim() and len(leaf) == rows else leaf, lists)
 
 
-def mapped(batch: Any, change: Callable[[Tensor], Tensor], lists: Callable[[Any], Any] | None = None) -> Any:
+def mapped(batch: Any, change: Callable[[Tensor], Any], lists: Callable[[Any], Any] | None = None) -> Any:
     """The same nesting, with ``change`` applied to tensors, and ``lists`` to lists and tuples without tensors."""
     if isinstance(batch, Tensor):
         return change(batch)
@@ -140,6 +140,23 @@ def split(batch: Any, parts: int, least: int = 1) -> list[Any]:
     return [cut(batch, start, stop, rows) for start, stop in pairwise(edges)]
 
 
+class Awaited:
+    """A number as it is now, times a factor. `float` waits for the GPU that computes it, and for nothing after it."""
+
+    def __init__(self, value: Tensor, times: float = 1.0):
+        self._times, self._copied = times, None
+        if value.is_cuda:
+            self._number: Tensor | float = value.detach().to("cpu", non_blocking=True)
+            self._copied = torch.cuda.current_stream(value.device).record_event()
+        else:
+            self._number = float(value.detach())
+
+    def __float__(self) -> float:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return float(self._number) * self._times
+
+
 def judged(
     loss: Callable[..., Any] | None,
     output: Any,
@@ -147,7 +164,7 @@ def judged(
     rows: int | None = None,
     means: Means | None = None,
     divided: bool = False,
-) -> tuple[Tensor, float, float, dict[str, float]]:
+) -> tuple[Tensor, float, float, dict[str, Awaited]]:
     """(loss, the factor that turns it into a sum, the weight of that sum, each named loss component as a sum).
 
     ``loss`` returns a mean over rows, a (sum, weight), or a dict of means. None: the output's own ``loss``, whose
@@ -178,7 +195,7 @@ def judged(
             )
         for name, part in result.items() if divided else ():
             refuse_part(str(name), means.of(part), times)
-        terms = {str(name): float(part.detach()) * times for name, part in result.items()}
+        terms = {str(name): Awaited(part, times) for name, part in result.items()}
         return reduce(operator.add, result.values()), times, times, terms
     raise ValueError(
         f"the loss returned {_described(result)}; return one number as a tensor (the mean over rows), a pair (sum, "
@@ -210,6 +227,17 @@ class Measured:
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[float, float]] = {}
+        self._put: list[tuple[Any, int]] = []
+
+    def put(self, found: Any, rows: int) -> None:
+        """Adds it at the next `total`, without waiting for a GPU now."""
+        number = lambda part: Awaited(part) if part.numel() == 1 and not part.is_complex() else part  # noqa: E731
+        self._put.append((mapped(found, number), rows))
+
+    def total(self) -> float:
+        """The sum of a metric without names, of what was put."""
+        put, self._put = self._put, []
+        return sum(self.add(found, None, rows) for found, rows in put)
 
     def add(self, found: Any, batch: Any, rows: int | None) -> float:
         """Returns the sum of a metric without names."""
@@ -251,6 +279,8 @@ def _is_weight(value: Any) -> bool:
 
 
 def _described(value: Any) -> str:
+    if isinstance(value, Awaited):
+        return "a number"
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Mapping):

@@ -6,7 +6,7 @@ is the sum of ``(left @ left.T) * (right @ right.T)``. Nesterov's step is ``-lr 
 with ``gradient = new buffer - mu old buffer`` it, too, computes that product only once.
 
 *Invariants*: equal to the optimizer's own step up to reassociation; its state is the optimizer's own.
-*Cost*: weight and buffer are read and written once, in blocks that stay in the cache between the operations.
+*Cost*: on a CPU, weight and buffer are read and written once, in blocks that stay in the cache between the operations.
 """
 
 from __future__ import annotations
@@ -161,6 +161,8 @@ def step_factored(one: Factored, state: dict[str, Any], group: dict[str, Any], f
         ahead = lr * momentum
     stride = lr * (1 + momentum) if group["nesterov"] else lr
     num_rows = max(1, BLOCK_VALUES // max(1, weight.shape[1]))
+    if weight.is_cuda:  # whose cache is not worth hundreds of small products
+        num_rows = max(1, len(weight))
     for start in range(0, len(weight), num_rows):
         rows = slice(start, start + num_rows)
         if not momentum:

@@ -85,6 +85,7 @@ def coded_traffic(codec: contract.Codec, buckets: Sequence[Bucket], dtype: torch
         factors=False,
         dense_bytes=sum(each.max_bytes for each in rounds) / sum(bucket.numel for bucket in buckets),
         gathers=any(each.operation == ALL_GATHER for each in rounds),
+        rounds=len(rounds) / len(buckets),
         loses=codec.fidelity == "approximate",
     )
 

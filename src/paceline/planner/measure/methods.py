@@ -20,9 +20,10 @@ from torch import Tensor
 from paceline import contract
 from paceline.engine.checks.join_arguments import clashes
 from paceline.engine.checks.norm_layers import over_batches
+from paceline.engine.compute.gradient_hooks import cut
 from paceline.engine.compute.precision import PRECISION
 from paceline.messages import ALL_GATHER, REDUCE_SCATTER, Bucket, Collective, ExchangeTraffic, StepContext
-from paceline.planner.methods import FIDELITIES, MeasuredMethod
+from paceline.planner.methods import FIDELITIES, MANY, MeasuredMethod
 from paceline.registry import ALONE, CODEC, CORRECTION, EXCHANGE, ROOMS, module, names, parse, says
 from paceline.step.run_state import RunState
 
@@ -31,7 +32,8 @@ ENOUGH = 1 << 22
 
 def measure(run: RunState, engine: str) -> list[dict[str, Any]]:
     """The run's own method first. ``engine``: the configuration that is planned, which this process need not have."""
-    own = MeasuredMethod(*run.asked, _fidelity(run.exchange, run.codec), of_run(run), chosen=True)
+    fidelity, most = _fidelity(run.exchange, run.codec), _most_nodes(run, run.codec)
+    own = MeasuredMethod(*run.asked, fidelity, of_run(run), chosen=True, most_nodes=most)
     return [asdict(each) for each in (own, *(_method(run, engine, *pair) for pair in _pairs() if pair != run.asked))]
 
 
@@ -103,12 +105,30 @@ def _method(run: RunState, engine: str, exchange_name: str, codec_name: str) -> 
         exchange.open(run.engine, module("link", ALONE).world(1)[0], codec, run.job.batch_size, run.job.seed)
         traffic = _whole(run, exchange.traffic(_type(run)))
         exchange.close()
+        if codec.bucket_bytes and exchange.uses_codec:
+            traffic = replace(traffic, rounds=_rounds(run, exchange, codec))
         traffic = replace(traffic, coding_s=_coding_s(run, codec))
-        return replace(made, fidelity=_fidelity(exchange, codec), traffic=traffic)
+        return replace(made, fidelity=_fidelity(exchange, codec), traffic=traffic, most_nodes=_most_nodes(run, codec))
     except ValueError as error:
         return replace(made, refused=str(error).partition("\n")[0])
     except Exception as error:  # another package's may raise anything; the plan can do without it
         return replace(made, refused=f"{type(error).__name__}: {error}".partition("\n")[0])
+
+
+def _rounds(run: RunState, exchange: contract.Exchange, codec: contract.Codec) -> float:
+    """Per bucket of the job, of a codec that has larger ones."""
+    its, _ = cut(run.job.model, True, (codec.bucket_bytes, 0 if exchange.factors else codec.bucket_bytes))
+    return sum(len(codec.rounds(bucket, 3, _type(run))) for bucket in its) / len(run.engine.buckets)
+
+
+def _most_nodes(run: RunState, codec: contract.Codec) -> int:
+    """Among how many it can be used; at least MANY, if MANY."""
+    for size in range(2, MANY + 1):
+        try:
+            codec.rounds(run.engine.buckets[0], size, _type(run))
+        except Exception:  # another package's may raise anything
+            return size - 1
+    return MANY
 
 
 def _coding_s(run: RunState, codec: contract.Codec) -> float:
