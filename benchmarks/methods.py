@@ -1,6 +1,6 @@
 """Each exchange and codec on two nodes over ssh, as `paceline plan` predicts it and as it is.
 
-    python benchmarks/methods.py [--rate 100mbit] [--rounds 2] [--out FOLDER]
+    python benchmarks/methods.py [--rate 100mbit] [--rounds 2] [--only server,ordered] [--out FOLDER]
 
 Nodes are network namespaces of one core each (needs root). The plan is made once; then each method trains in turn, in
 each round once. Whoever communicates once in several steps trains for some of its periods.
@@ -53,12 +53,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", default="", help="exchanges")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     with Machines(2, given.rate, path=[HERE]) as machines:
         plan = json.loads(paceline(machines, "plan", "--rows", "sequential", "--json", JOB))
         shared = next(team for team in plan["teams"] if team["nodes"] == 2 and team["batch"] == "shared")
-        rows = [one for one in plan["methods"] if one["predicted_s"]]
+        wanted = [name for name in given.only.split(",") if name]
+        rows = [one for one in plan["methods"] if one["predicted_s"] and (one["exchange"] in wanted or not wanted)]
         print(f"two nodes: {shared['predicted_s']:.3f} s predicted, {shared['measured_s']:.3f} s measured by the plan")
         if {one["batch_size"] for one in rows} != {shared["batch_size"]}:
             raise SystemExit("the plan's methods are of the team with a larger batch, the faster one; run again")
