@@ -198,6 +198,13 @@ def fits(candidate: str, facts: JobFacts, machine: Machine) -> bool:
     return facts.device != "cpu" or needed_bytes(candidate, facts, machine.cores) <= MARGIN * machine.memory_bytes
 
 
+def fits_timed(copies: int, rows: int, facts: JobFacts, machine: Machine) -> bool:
+    """Whether so many copies of a process can time layers at once, which keep their inputs beside a whole forward."""
+    others = needed_bytes(BASELINE, replace(facts, activation_bytes=0), machine.cores)
+    each = facts.runtime_bytes + 2 * facts.activation_bytes * rows / facts.part_rows
+    return facts.device != "cpu" or others + copies * each <= MARGIN * machine.memory_bytes
+
+
 def fitting_rows(facts: JobFacts, machine: Machine) -> int:
     """The most samples of a micro-batch that the baseline computes at once in this memory."""
     if facts.device != "cpu":

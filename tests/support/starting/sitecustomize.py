@@ -1,6 +1,6 @@
 """What Python imports as a process of a test starts, so that this takes half the time. Nothing else changes.
 
-Garbage is collected rarely, and not once more at the end, of what the end of the process frees. Torch imports its
+No garbage is collected while torch is imported, nor at the end, of what the end of the process frees. Torch imports its
 compiler at the first step of an optimizer, to leave it out of compiled graphs: while nobody has imported the compiler,
 there are none.
 """
@@ -50,31 +50,42 @@ def break_if_there(use_grad):
     return used
 
 
-CHANGES = {
-    "torch._compile": ("_disable_dynamo", disable_if_there),
-    "torch.optim.optimizer": ("_use_grad_for_differentiable", break_if_there),
+def changed(name, change):
+    return lambda module: setattr(module, name, change(getattr(module, name)))
+
+
+def collect(module):
+    gc.freeze()
+    gc.enable()
+
+
+AFTER = {
+    "torch._compile": changed("_disable_dynamo", disable_if_there),
+    "torch.optim.optimizer": changed("_use_grad_for_differentiable", break_if_there),
+    "torch._meta_registrations": collect,  # of the last that torch imports
 }
 
 
 class Finder:
-    """Changes a function of a module as soon as it has been imported."""
+    """Does so as soon as the module has been imported."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        if name not in CHANGES:
+        if name not in AFTER:
+            if name == "torch":
+                gc.disable()
             return None
-        attribute, change = CHANGES.pop(name)
+        then = AFTER.pop(name)
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         run = spec.loader.exec_module
 
         def exec_module(module):
             run(module)
-            setattr(module, attribute, change(getattr(module, attribute)))
+            then(module)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-gc.set_threshold(100_000, 10, 10)
 atexit.register(gc.freeze)
 sys.meta_path.insert(0, Finder)

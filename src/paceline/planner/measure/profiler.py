@@ -25,7 +25,16 @@ from paceline.engine.checks.norm_layers import over_batches
 from paceline.engine.node import affinity
 from paceline.launch.machine import Machine, survey
 from paceline.planner import plan_cache
-from paceline.planner.candidates import RUNTIME_BYTES, JobFacts, candidates, fits, fitting_rows, planned, split
+from paceline.planner.candidates import (
+    RUNTIME_BYTES,
+    JobFacts,
+    candidates,
+    fits,
+    fits_timed,
+    fitting_rows,
+    planned,
+    split,
+)
 from paceline.planner.measure.forked_copies import ForkedCopies
 from paceline.planner.measure.layers import (
     LayerTimer,
@@ -126,6 +135,7 @@ class _Profiler:
     budget_s: float
     layers_s: dict[str, float] = field(default_factory=dict)
     layers: LayerTimer | None = None
+    num_calls: int = 0
     taken: list[list[float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -170,7 +180,9 @@ class _Profiler:
                 affinity.release()  # the copies need it
                 copy_per_s = min(copies.request(most, "copy"))
                 message_s = self._message_s(copies, most)
-                self._together(copies, [one for one in settings if one.copies > 1])
+                self.layers = None  # whose inputs need memory
+                several = [one for one in settings if one.copies > 1]
+                self._together(copies, [one for one in several if fits_timed(one.copies, one.rows, facts, machine)])
         except (RuntimeError, TimeoutError) as error:  # predictions then do without them
             log.warning(f"copies not timed: {error}")
         finally:
@@ -179,7 +191,6 @@ class _Profiler:
             scaled = one.threads == 1 and not one.words  # `cost_model` scales the base setting to it
             if one.copies == 1 and not scaled and self.spent < 1:
                 self._alone(one)
-        num_calls = self.layers.num_calls if self.layers else 0
         update_s = self._update_s(facts)
         return Profile(
             replace(facts, can_fuse=facts.can_fuse and self._fusing_pays(update_s)),
@@ -189,7 +200,7 @@ class _Profiler:
             str(base),
             whole_s,
             self.layers_s,
-            num_calls,
+            self.num_calls,
             update_s,
             self.updates.dense_bytes(),
             copy_per_s,
@@ -243,8 +254,9 @@ class _Profiler:
             with autocast(setting.words, list(self.parameters.values())[:1]):
                 self.job.compute(batch)
 
-        self.layers = None  # whose inputs need memory
+        self.layers = None  # before the next one
         self.layers = LayerTimer(self.job.model, forward, setting.words, self._absorbed(setting))
+        self.num_calls = self.layers.num_calls
         return self.layers
 
     def _alone(self, setting: Setting) -> None:
