@@ -21,8 +21,8 @@ pytestmark = pytest.mark.long
 COUNT = 300  # on a busy machine a schedule may take a tenth of a second
 
 
-@pytest.mark.dear("20000", "60000", "40000")
-@pytest.mark.parametrize("first", range(0, 80_000, 20_000))
+@pytest.mark.dear("40000")
+@pytest.mark.parametrize("first", [0, 40_000])
 def test_no_schedule_breaks_a_law_and_every_class_of_fault_has_struck(first):
     found = Summary.of(range(first, first + COUNT))
     assert found.violations == {}

@@ -56,9 +56,14 @@ def steps(folder, node):
 
 @pytest.mark.dear
 @pytest.mark.parametrize(
-    ("sides", "least"), [([[0], [1]], 1), ([[0, 3], [1, 2]], 2), ([[0], [1, 2]], 1)], ids=["1-1", "2-2", "1-2"]
+    ("how", "sides", "least"),
+    [
+        ("refused", [[0], [1]], 1),
+        ("cable", [[0, 3], [1, 2]], 2),
+        ("refused", [[0, 3], [1, 2]], 2),
+        ("cable", [[0], [1, 2]], 1),
+    ],
 )
-@pytest.mark.parametrize("how", ["cable", "refused"])
 def test_one_part_goes_on_at_most(tmp_path, how, sides, least):
     nodes = sorted(node for side in sides for node in side)
     on = max(sides, key=lambda side: (len(side), -min(side)))
