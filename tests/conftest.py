@@ -38,7 +38,22 @@ def no_handler_is_left() -> Iterator[None]:
     assert left == (signal.default_int_handler, signal.SIG_DFL)
 
 
-def pytest_configure() -> None:
+class Failures:
+    """Says a failure at once: whoever ends the tests before their end sees what there was."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            words = report.longreprtext.strip().splitlines()[-8:]
+            self.terminal.write_line("\n".join([f"\n{report.when} of {report.nodeid} failed:", *words]))
+
+
+@pytest.hookimpl(trylast=True)  # when there is a terminal
+def pytest_configure(config: pytest.Config) -> None:
+    if terminal := config.pluginmanager.get_plugin("terminalreporter"):
+        config.pluginmanager.register(Failures(terminal))
     if os.environ.get("PACELINE_TEST_DEVICE", "cpu") != "cpu":
         import torch
 
