@@ -26,7 +26,7 @@ from paceline.job import Job
 from paceline.launch.machine import survey
 from paceline.messages import ExchangeTraffic
 from paceline.planner import plan_cache, planner
-from paceline.planner.candidates import BF16_FLAGS, RUNTIME_BYTES, JobFacts, fits, fitting_rows, split
+from paceline.planner.candidates import BF16_FLAGS, RUNTIME_BYTES, JobFacts, fits, fits_timed, fitting_rows, split
 from paceline.planner.cost_model import CALL_S, MESSAGES, PROCESS_SYNC_S, STEP_S, THREAD_SYNC_S, predicted_s
 from paceline.planner.measure import methods, profiler, update_timing
 from paceline.planner.measure import profile_job as looking
@@ -237,6 +237,12 @@ def test_what_is_timed_fits_into_the_memory():
     assert fits("pipeline:2", facts, machine)
     assert fitting_rows(facts, machine) in (39, 40)
     assert {(one.rows, one.copies) for one in examination._settings(facts, machine)} == {(8, 2)}
+    # what trains may not be timed: two more processes, each with inputs of layers and a forward of an eighth
+    extra = 2 * (RUNTIME_BYTES + (200 << 20)) - (500 << 20)
+    larger = dataclasses.replace(machine, memory_bytes=machine.memory_bytes + (extra + (1 << 20)) * 10 // 9)
+    assert not fits_timed(2, 8, facts, machine)
+    assert fits_timed(2, 8, facts, larger)
+    assert not fits_timed(2, 9, facts, larger)
     _, base = examination._base(False, 12)
     assert base.rows == 4
     assert fits("sequential", dataclasses.replace(facts, device="cuda"), machine), (
