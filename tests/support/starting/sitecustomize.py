@@ -6,6 +6,7 @@ there are none.
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib.machinery
@@ -50,40 +51,44 @@ def break_if_there(use_grad):
     return used
 
 
-def changed(name, change):
-    return lambda module: setattr(module, name, change(getattr(module, name)))
+@contextlib.contextmanager
+def changed(module, name, change):
+    yield
+    setattr(module, name, change(getattr(module, name)))
 
 
-def collect(module):
-    gc.freeze()
-    gc.enable()
+@contextlib.contextmanager
+def without_collection(module):
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
-AFTER = {
-    "torch._compile": changed("_disable_dynamo", disable_if_there),
-    "torch.optim.optimizer": changed("_use_grad_for_differentiable", break_if_there),
-    "torch._meta_registrations": collect,  # of the last that torch imports
+AROUND = {
+    "torch": without_collection,
+    "torch._compile": functools.partial(changed, name="_disable_dynamo", change=disable_if_there),
+    "torch.optim.optimizer": functools.partial(changed, name="_use_grad_for_differentiable", change=break_if_there),
 }
 
 
 class Finder:
-    """Does so as soon as the module has been imported."""
+    """What is done around the import of a module."""
 
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        if name not in AFTER:
-            if name == "torch":
-                gc.disable()
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name not in AROUND:
             return None
-        then = AFTER.pop(name)
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        run = spec.loader.exec_module
+        if spec := importlib.machinery.PathFinder.find_spec(name, path, target):
+            run = spec.loader.exec_module
 
-        def exec_module(module):
-            run(module)
-            then(module)
+            def exec_module(module):
+                with AROUND[name](module):
+                    run(module)
 
-        spec.loader.exec_module = exec_module
+            spec.loader.exec_module = exec_module
         return spec
 
 
