@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import gpu
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+import gpu
 
 STEPS, PROFILED, SHOWN = 10, 3, 9
 DEVICE = torch.device("cuda")
