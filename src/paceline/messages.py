@@ -379,12 +379,11 @@ class CommCost:
 class ExchangeTraffic:
     """The communication pattern of an exchange and its codec. *Units*: bytes per value sent; 0: of the value's type.
 
-    ``factors``: fully-connected layers may be sent as factors. ``copy_bytes``: of more than two nodes, each sends its
-    Nth of the sum on, as a copy. ``gathers``: gradients are all-gathered, and every node sums them. ``every``: 0, or
-    the period of weight averaging, without gradients. ``forward``: communication may overlap with the next forward
-    pass. ``loses``: a lossy codec, whose smaller size does not count against factors. ``coding_s``: what it computes,
-    in seconds per value; ``rounds``: its collectives per bucket. ``norm_sums``: all-reduces of batch norm per step;
-    ``norm_numel``: their values.
+    ``factors``: fully-connected layers may be sent as factors. ``copy_bytes``: more than two nodes send their Nth of
+    the sum on, as a copy. ``gathers``: gradients are all-gathered, and every node sums them. ``every``: 0, or the
+    period of weight averaging. ``forward``: communication may overlap with the next forward pass. ``loses``: a lossy
+    codec, whose size does not count against factors. ``coding_s``: its seconds per value; ``rounds``: its collectives
+    per bucket. ``norm_sums``, ``norm_numel``: all-reduces of batch norm per step, and their values.
     """
 
     factors: bool = True

@@ -84,6 +84,7 @@ def test_as_many_collectives_are_counted_as_a_job_with_this_codec_has(codec):
 
     (asked, few), (own, its) = collectives("none"), collectives(codec)
     assert asked == pytest.approx(own) == 2 * its
+    assert collectives("feedback/lowrank" if codec == "qsgd" else "qsgd")[0] == pytest.approx(own)
     assert (its < few) == (codec != "qsgd")
 
 

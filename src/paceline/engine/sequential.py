@@ -170,14 +170,14 @@ class Engine(contract.Engine):
                 raise without_gradient()
             if terms and tuple(named) != self.terms[0]:
                 raise ValueError(
-                    f"the loss gave the parts {', '.join(named)} of one micro-batch and {', '.join(self.terms[0])} of "
-                    f"another; give the same everywhere, with 0 for a part that is missing"
+                    f"the loss gave the parts {', '.join(named) or 'none'} of one micro-batch and "
+                    f"{', '.join(self.terms[0]) or 'none'} of another; give the same everywhere, with 0 for a part "
+                    f"that is missing"
                 )
             terms.append(named)
             self.terms = tuple(named), self.terms[1]
             if self.metric:
-                found = self.metric(output, batches.target(self.metric, part))
-                measured.put(found, batches.count(part) if num_rows is None else num_rows)
+                measured.put(self.metric(output, batches.target(self.metric, part)), part, num_rows)
             return value if times * scale == 1.0 else value * (times * scale)
 
         parts = [] if batch is None else self._split(batch, self.accumulate)
@@ -193,10 +193,10 @@ class Engine(contract.Engine):
             if batch is None:
                 self.wait_pending()  # as processes with rows do: all raise its errors at the same place
             state = self.backward.run(forms, offer, *(partial(next_part, part) for part in parts))
+            vote.metric_sum = measured.total()
         self.moving.end()
         vote.loss_sum = sum(map(float, losses), start=0.0)
         sums = tuple(sum(map(float, column)) for column in zip(*(each.values() for each in terms), strict=True))
-        vote.metric_sum = measured.total()
         vote.terms, names, why = measured.after(sums)
         self.terms = self.terms[0], names or self.terms[1]
         self.hint = why or self.local_step.found() or self.hint

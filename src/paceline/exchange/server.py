@@ -12,7 +12,8 @@ divide weights and optimizer state anew. If two neighbours fail at once, the run
 2 / N of the optimizer's work and state, where an all-reduce has all of it on every node. Gradients are sent while
 backward runs, weights are not.
 *Invariants*: equal to all-reduce up to the order of sums; a shard and its copy get the same sums; replicas are
-bit-equal after each step; no update that a node has acknowledged is lost with any one node.
+bit-equal after each step, two nodes where their processors round alike, as with an all-reduce; no update that a node
+has acknowledged is lost with any one node.
 *Source*: Li et al. 2014 (OSDI), "Scaling Distributed Machine Learning with the Parameter Server", sections 3.3 and 4.3.
 """
 

@@ -113,7 +113,7 @@ class WireFormat:
     @property
     def fair(self) -> WireFormat:
         """For the choice of representations: a lossy codec's smaller size must not win against exact factors."""
-        ways = replace(self.ways, gathers=False)
+        ways = replace(self.ways, gathers=False, rounds=1.0)
         return replace(self, dense_bytes=self.item_bytes, ways=ways) if self.ways.loses else self
 
 

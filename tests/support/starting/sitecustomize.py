@@ -1,6 +1,6 @@
-"""What Python imports as a process of a test starts, so that this takes half the time. Nothing else changes.
+"""What Python imports as a process of a test starts, so that this takes half the time.
 
-No garbage is collected while torch is imported, nor at the end, of what the end of the process frees. Torch imports its
+No garbage is collected while torch is imported, nor once more at the end of the process. Torch imports its
 compiler at the first step of an optimizer, to leave it out of compiled graphs: while nobody has imported the compiler,
 there are none.
 """
@@ -59,12 +59,14 @@ def changed(module, name, change):
 
 @contextlib.contextmanager
 def without_collection(module):
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 AROUND = {
@@ -81,7 +83,8 @@ class Finder:
     def find_spec(name, path=None, target=None):
         if name not in AROUND:
             return None
-        if spec := importlib.machinery.PathFinder.find_spec(name, path, target):
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec and spec.loader:
             run = spec.loader.exec_module
 
             def exec_module(module):

@@ -227,17 +227,23 @@ class Measured:
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[float, float]] = {}
-        self._put: list[tuple[Any, int]] = []
+        self._awaited: list[tuple[Any, int]] = []
+        self._total = 0.0
 
-    def put(self, found: Any, rows: int) -> None:
-        """Adds it at the next `total`, without waiting for a GPU now."""
+    def put(self, found: Any, batch: Any, rows: int | None) -> None:
+        """As `add`; numbers on a GPU are added at `total`."""
+        if not any(leaf.is_cuda for leaf in leaves(found)):
+            self._total += self.add(found, batch, rows)
+            return
         number = lambda part: Awaited(part) if part.numel() == 1 and not part.is_complex() else part  # noqa: E731
-        self._put.append((mapped(found, number), rows))
+        self._awaited.append((mapped(found, number), count(batch) if rows is None else rows))
 
     def total(self) -> float:
         """The sum of a metric without names, of what was put."""
-        put, self._put = self._put, []
-        return sum(self.add(found, None, rows) for found, rows in put)
+        for found, rows in self._awaited:
+            self._total += self.add(found, None, rows)
+        self._awaited = []
+        return self._total
 
     def add(self, found: Any, batch: Any, rows: int | None) -> float:
         """Returns the sum of a metric without names."""

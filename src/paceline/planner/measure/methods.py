@@ -105,9 +105,7 @@ def _method(run: RunState, engine: str, exchange_name: str, codec_name: str) -> 
         exchange.open(run.engine, module("link", ALONE).world(1)[0], codec, run.job.batch_size, run.job.seed)
         traffic = _whole(run, exchange.traffic(_type(run)))
         exchange.close()
-        if codec.bucket_bytes and exchange.uses_codec:
-            traffic = replace(traffic, rounds=_rounds(run, exchange, codec))
-        traffic = replace(traffic, coding_s=_coding_s(run, codec))
+        traffic = replace(traffic, coding_s=_coding_s(run, codec), rounds=_rounds(run, exchange, codec))
         return replace(made, fidelity=_fidelity(exchange, codec), traffic=traffic, most_nodes=_most_nodes(run, codec))
     except ValueError as error:
         return replace(made, refused=str(error).partition("\n")[0])
@@ -116,9 +114,10 @@ def _method(run: RunState, engine: str, exchange_name: str, codec_name: str) -> 
 
 
 def _rounds(run: RunState, exchange: contract.Exchange, codec: contract.Codec) -> float:
-    """Per bucket of the job, of a codec that has larger ones."""
+    """Collectives per bucket of the job, whose own codec may have larger ones than this."""
     its, _ = cut(run.job.model, True, (codec.bucket_bytes, 0 if exchange.factors else codec.bucket_bytes))
-    return sum(len(codec.rounds(bucket, 3, _type(run))) for bucket in its) / len(run.engine.buckets)
+    rounds = (len(codec.rounds(bucket, 3, _type(run))) if exchange.uses_codec else 1 for bucket in its)
+    return sum(rounds) / len(run.engine.buckets)
 
 
 def _most_nodes(run: RunState, codec: contract.Codec) -> int:

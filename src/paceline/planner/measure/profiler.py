@@ -182,7 +182,8 @@ class _Profiler:
                 message_s = self._message_s(copies, most)
                 self.layers = None  # whose inputs need memory
                 several = [one for one in settings if one.copies > 1]
-                self._together(copies, [one for one in several if fits_timed(one.copies, one.rows, facts, machine)])
+                if all(fits_timed(one.copies, one.rows, facts, machine) for one in several):  # else all are predicted
+                    self._together(copies, several)
         except (RuntimeError, TimeoutError) as error:  # predictions then do without them
             log.warning(f"copies not timed: {error}")
         finally:
