@@ -170,7 +170,7 @@ def test_joining_nodes_of_several_processes_are_waited_for(tmp_path):
 
 
 @pytest.mark.dear
-@pytest.mark.parametrize("words", [("take",), ("copy",), ("2:7:evaluate",), ("1:5:save", "1:9:backward")], ids=str)
+@pytest.mark.parametrize("words", [("take",), ("2:7:evaluate",), ("1:5:save", "1:9:backward")], ids=str)
 def test_more_are_lost_while_state_is_sent_or_nodes_wait(tmp_path, words):
     run = Run(tmp_path, ["0:2:forward", "2:2:backward", "sync", "clip", *words], minimum=3)
     outlive(run, exact=False)
