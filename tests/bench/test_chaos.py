@@ -344,7 +344,7 @@ def test_every_class_of_fault_is_outlived(in_turn):
 
 
 def test_no_class_of_fault_is_forgotten():
-    """A partition has trainings of its own below."""
+    """A partition has a training of its own below."""
     assert {fault.kind for each in IN_TURN for fault in each} | {faults.PARTITION} == set(CLASSES)
 
 

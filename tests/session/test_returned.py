@@ -95,11 +95,10 @@ def test_all_but_one_come_back(tmp_path):
 
 
 @pytest.mark.dear
-@pytest.mark.parametrize("optimizer", ["momentum"])
-def test_nodes_of_several_processes(tmp_path, optimizer):
+def test_nodes_of_several_processes(tmp_path):
     """What is large goes ahead there too."""
-    done = launch(tmp_path, "1:4:forward", "back", optimizer, engine="processes:2", num_nodes=2)
-    events = check(tmp_path, done, nodes=2, local=2, exact=optimizer == "momentum")
+    done = launch(tmp_path, "1:4:forward", "back", engine="processes:2", num_nodes=2)
+    events = check(tmp_path, done, nodes=2, local=2)
     (welcome,) = (event for event in events if event["event"] == "welcome")
     assert welcome["num_bytes"] < 50_000
     assert welcome["ahead_bytes"] > 2 * sum(p.nbytes for p in build(Plain).parameters())
@@ -119,7 +118,7 @@ def test_who_dies_while_all_join_ends_nothing(tmp_path, what, engine, num_nodes)
 
 
 @pytest.mark.dear
-@pytest.mark.parametrize("how", ["adam", "shares", "sync", "reproducible"])
+@pytest.mark.parametrize("how", ["half", "adam", "shares", "sync", "reproducible"])
 def test_however_it_trains(tmp_path, how):
     """Against the same training by one process, which nothing happens to."""
     alone, nodes = tmp_path / "alone", tmp_path / "nodes"

@@ -235,7 +235,10 @@ class Measured:
         if not any(leaf.is_cuda for leaf in leaves(found)):
             self._total += self.add(found, batch, rows)
             return
-        number = lambda part: Awaited(part) if part.numel() == 1 and not part.is_complex() else part  # noqa: E731
+
+        def number(part: Tensor) -> Any:
+            return Awaited(part) if part.numel() == 1 and not part.is_complex() else part
+
         self._awaited.append((mapped(found, number), count(batch) if rows is None else rows))
 
     def total(self) -> float:
