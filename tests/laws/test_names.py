@@ -33,7 +33,14 @@ MEANT = {
     ),
     # not any
     "none": (
-        *("cli/train.py", "engine/compute/matmul.py", "engine/reproducible.py", "job.py", "launch/detach.py"),
+        *(
+            "cli/train.py",
+            "engine/compute/matmul.py",
+            "engine/reproducible.py",
+            "engine/sequential.py",
+            "job.py",
+            "launch/detach.py",
+        ),
         *(
             "launch/doctor/live_status.py",
             "launch/hosts.py",

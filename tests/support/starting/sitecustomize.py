@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import functools
 import gc
-import importlib.machinery
 import sys
 
 COMPILER = "torch._dynamo"
@@ -83,7 +82,8 @@ class Finder:
     def find_spec(name, path=None, target=None):
         if name not in AROUND:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        others = (finder for finder in sys.meta_path if finder is not Finder and hasattr(finder, "find_spec"))
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec and spec.loader:
             run = spec.loader.exec_module
 
