@@ -1,6 +1,6 @@
 """Where a step on a GPU spends its time, beside a plain PyTorch loop: kernels, and what the host waits for.
 
-    python benchmarks/gpu_profile.py mlp alexnet resnet50v2 language
+    python benchmarks/gpu_profile.py mlp alexnet resnet50v2 language:bf16
 
 Of each model: milliseconds of a step, of the host until it has given all work to the GPU, and of the GPU at work; the
 kernels and calls of CUDA that take the longest; and of paceline the Python functions.
@@ -69,13 +69,14 @@ def functions(step: Callable[[], Any]) -> str:
 
 
 def main() -> None:
-    for name in sys.argv[1:]:
+    for job in sys.argv[1:]:
+        name, _, precision = job.partition(":")
         model, batch = gpu.job(name)
         batch = tuple(part.to(DEVICE) for part in batch)
         first, other = model.to(DEVICE), copy.deepcopy(model).to(DEVICE)
-        show(f"{name}, plain", gpu.plain(first, batch, "fp32"))
-        pace, step = gpu.ours(other, batch, "fp32")
-        show(f"{name}, paceline", step)
+        show(f"{job}, plain", gpu.plain(first, batch, precision or "fp32"))
+        pace, step = gpu.ours(other, batch, precision or "fp32")
+        show(f"{job}, paceline", step)
         print(functions(step), flush=True)
         pace.close()
 

@@ -15,6 +15,8 @@ import paceline
 import ranks
 from device import DEVICE
 from nodes import IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
+from paceline.engine.compute import batch
+from paceline.engine.sequential import Engine
 
 W = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64, device=DEVICE)
 
@@ -65,6 +67,47 @@ def test_weights_of_classes_and_ignored_targets(name, make):
         for losses, state in ranks.run(size, work):
             assert gap(state, want) < 1e-12
             assert losses == pytest.approx(want_losses, rel=1e-12)
+
+
+COUNTED = {
+    "mean": F.cross_entropy,
+    "smoothed": partial(F.cross_entropy, label_smoothing=0.2),
+    "likelihood": lambda output, target: F.nll_loss(output.log_softmax(1), target),
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("make", [_batches, _ignoring])
+@pytest.mark.parametrize("name", COUNTED)
+def test_targets_that_are_counted_while_backward_runs(name, make, accumulate, monkeypatch):
+    """As on a GPU; of a micro-batch in which nothing counts, the loss is 0 / 0, and its gradient 0."""
+    loss, data, model = COUNTED[name], make(name), build()
+    want, want_losses = reference(model, data, OPTIMIZERS["sgd"], loss=loss)
+    seen = []
+    monkeypatch.setattr(batch, "_is_late", lambda divisor: seen.append(float(divisor)) or True)
+
+    def work(link):
+        engine = Engine()
+        engine.accumulate = accumulate
+        rank = Rank(link, model, OPTIMIZERS["sgd"], loss=loss, shares=(5, 1, 2)[: link.size], engine=engine)
+        return rank.train(data), rank.state()
+
+    for size in (1, 3):
+        for losses, state in ranks.run(size, work):
+            assert gap(state, want) < 1e-12
+            assert losses == pytest.approx(want_losses, rel=1e-12)
+    assert seen
+    assert make is _batches or 0.0 in seen
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_nothing_that_counts_is_0_with_a_gradient_of_0(late, monkeypatch):
+    monkeypatch.setattr(batch, "_is_late", lambda divisor: late)
+    output = torch.randn(4, OUT, device=DEVICE, requires_grad=True)
+    nothing = torch.full((4,), -100, device=DEVICE)
+    value, times, weight, _ = batch.judged(F.cross_entropy, output, (output, nothing))
+    value.backward()
+    assert (float(value.detach()), times * weight, float(output.grad.abs().max())) == (0.0, 0.0, 0.0)
 
 
 POSITIVE = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64, device=DEVICE)

@@ -26,7 +26,7 @@ from paceline import contract, transport
 from paceline.contract import Loss
 from paceline.engine import sequential
 from paceline.engine.compute import state_store
-from paceline.engine.compute.optimizer_step import Factored, finish, norms
+from paceline.engine.compute.optimizer_step import Factored, finish, square_norm
 from paceline.engine.node import affinity, cgroup_limits
 from paceline.engine.node.in_step_reduce import InStepReduce
 from paceline.engine.node.local_control import FollowerControl, LeaderControl
@@ -191,9 +191,9 @@ class Engine(sequential.Engine):
         for gradient, i in gradients:
             if gradient.output_grad is not None and gradient.layer_input is not None:
                 left = gradient.output_grad
-                squares += float(Factored(left, left, gradient.layer_input).square_norm())
+                squares += square_norm((), [Factored(left, left, gradient.layer_input)])
             else:
-                squares += sum(float(norm) ** 2 for norm in norms([self._sum(gradient, i, slice(None))]))
+                squares += square_norm([self._sum(gradient, i, slice(None))])
         return squares
 
     def _sum(self, gradient: Gradient, i: int, own: slice) -> Tensor:

@@ -26,9 +26,9 @@ from paceline.engine.checks.optimizer_options import Options
 from paceline.engine.checks.replaced_layers import Layout
 from paceline.engine.compute import batch as batches
 from paceline.engine.compute import matmul, optimizer_step, rng, state_store
-from paceline.engine.compute.batch import Awaited, mapped, split
+from paceline.engine.compute.batch import Awaited, awaited, mapped, split
 from paceline.engine.compute.deferred_update import DeferredUpdate
-from paceline.engine.compute.forward_state import Moving
+from paceline.engine.compute.forward_state import Moving, copies
 from paceline.engine.compute.gradient_hooks import Pass
 from paceline.engine.compute.input_snapshot import InputSnapshot, dense, solidify
 from paceline.engine.compute.local_step import LocalStep
@@ -45,7 +45,6 @@ AUXILIARY = (
     "the model's own loss has an auxiliary loss (aux_loss, of a mixture of experts), which is no mean over samples: "
     "each process and micro-batch balances its experts over its own rows, so the result depends on how many there are"
 )
-_Judged = tuple[Tensor, float, float, dict[str, Awaited]]
 HASH_STEPS = 1000  # in which the checksums have covered every value
 
 
@@ -77,7 +76,8 @@ class Engine(contract.Engine):
         self.local_step.check(model, self.numerics)
         self.divided = self.divided or self.local_step.num_micros > 1
         solidify(model)
-        self.optimizer_takes_factors = optimizer_takes_factors(optimizer)
+        on_gpu = any(each.is_cuda for each in model.parameters())  # which multiplies faster than factors save memory
+        self.optimizer_takes_factors = optimizer_takes_factors(optimizer) and not on_gpu
         if self.optimizer_takes_factors:
             self.multiply = optimizer_step.multiply
         torch.set_num_threads(self.num_threads)
@@ -133,7 +133,7 @@ class Engine(contract.Engine):
         with self.numerics.forward(self.device):
             return batch, self.call_model(self.model, batch)
 
-    def _judged(self, batch: Any, num_rows: int | None = None) -> tuple[Any, Any, _Judged]:
+    def _judged(self, batch: Any, num_rows: int | None = None) -> tuple[Any, Any, batches.Judged]:
         """(the batch on the model's device, the model's output, the result of `judged`)."""
         means = Means(elements=True) if self.loss is None and self.divided and not self.numerics.compile else None
         batch = mapped(batch, lambda tensor: self.numerics.moved(tensor, self.device))
@@ -145,7 +145,7 @@ class Engine(contract.Engine):
                     output = self.call_model(self.model, given)
                 if getattr(output, "aux_loss", None) is not None:
                     self.hint = AUXILIARY
-            result = batches.judged(self.loss, output, batch, num_rows, means, self.divided)
+            result = batches.judged_later(self.loss, output, batch, num_rows, means, self.divided)
             if self.divided and not self._parts_checked:
                 self._parts_checked = True
                 self.hint = self.hint or unlike(self.loss, output, batch, num_rows)
@@ -157,15 +157,15 @@ class Engine(contract.Engine):
         self.local_step.check_step(self.moving)
         vote, measured = Vote(), batches.Measured()
         # read after backward: a GPU has got its work by then
-        losses, terms = list[Awaited](), list[dict[str, Awaited]]()
+        losses, weights, terms = list[Awaited](), list[Awaited | float](), list[dict[str, Awaited]]()
         if self._keeps:
             self._inputs.capture(batch)
 
         def compute(part: Any) -> Tensor:
             with self._sync_norms(), self._deferred.reading():
                 part, output, (value, times, weight, named) = self._judged(part, num_rows)
-            losses.append(Awaited(value, times))
-            vote.weight += weight
+            losses.append(Awaited(value, awaited(times)))
+            weights.append(awaited(weight))
             if self._norms and not value.requires_grad:  # the other processes wait for its sums in backward
                 raise without_gradient()
             if terms and tuple(named) != self.terms[0]:
@@ -178,7 +178,8 @@ class Engine(contract.Engine):
             self.terms = tuple(named), self.terms[1]
             if self.metric:
                 measured.put(self.metric(output, batches.target(self.metric, part)), part, num_rows)
-            return value if times * scale == 1.0 else value * (times * scale)
+            factor = times * scale
+            return value if not isinstance(factor, Tensor) and factor == 1.0 else value * factor
 
         parts = [] if batch is None else self._split(batch, self.accumulate)
         num_rows = batches.samples(parts[0], self.num_local_samples) if len(parts) == 1 else None
@@ -195,7 +196,7 @@ class Engine(contract.Engine):
             state = self.backward.run(forms, offer, *(partial(next_part, part) for part in parts))
             vote.metric_sum = measured.total()
         self.moving.end()
-        vote.loss_sum = sum(map(float, losses), start=0.0)
+        vote.loss_sum, vote.weight = sum(map(float, losses), start=0.0), sum(map(float, weights), start=0.0)
         sums = tuple(sum(map(float, column)) for column in zip(*(each.values() for each in terms), strict=True))
         vote.terms, names, why = measured.after(sums)
         self.terms = self.terms[0], names or self.terms[1]
@@ -323,18 +324,15 @@ class Engine(contract.Engine):
 
     def snapshot(self) -> Any:
         self._inputs.drop()  # of the step before
-        buffers = [
-            (module._buffers, name, buffer, buffer.clone())
-            for module in self._modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        return buffers, self.moving.keep(), rng.state(), self._step_number
+        tables = [(each._buffers, name) for each in self._modules for name in each._buffers]
+        buffers = [(table, name, buffer) for table, name in tables if (buffer := table[name]) is not None]
+        kept = list(zip(buffers, copies([buffer for *_, buffer in buffers]), strict=True))
+        return kept, self.moving.keep(), rng.state(), self._step_number
 
     def rollback(self, kept: Any) -> None:
         buffers, moving, random, self._step_number = kept
         self.moving.put(moving)
-        for table, name, buffer, old in buffers:
+        for (table, name, buffer), old in buffers:
             table[name] = buffer.copy_(old)  # forward may have replaced the buffer
         rng.set_state(random)
         self._inputs.restore()

@@ -141,9 +141,10 @@ def split(batch: Any, parts: int, least: int = 1) -> list[Any]:
 
 
 class Awaited:
-    """A number as it is now, times a factor. `float` waits for the GPU that computes it, and for nothing after it."""
+    """A number as it is now, times a factor: 0 where the factor is 0, whatever the number. `float` waits for the GPU
+    that computes it, and for nothing after it."""
 
-    def __init__(self, value: Tensor, times: float = 1.0):
+    def __init__(self, value: Tensor, times: Awaited | float = 1.0):
         self._times, self._copied = times, None
         if value.is_cuda:
             self._number: Tensor | float = value.detach().to("cpu", non_blocking=True)
@@ -154,22 +155,41 @@ class Awaited:
     def __float__(self) -> float:
         if self._copied is not None:
             self._copied.synchronize()
-        return float(self._number) * self._times
+        times = float(self._times)
+        return float(self._number) * times if times else 0.0
+
+
+def awaited(number: Tensor | float) -> Awaited | float:
+    return Awaited(number) if isinstance(number, Tensor) else number
+
+
+Judged = tuple[Tensor, Tensor | float, Tensor | float, dict[str, Awaited]]
 
 
 def judged(
+    loss: Callable[..., Any] | None, output: Any, batch: Any, means: Means | None = None
+) -> tuple[Tensor, float, float, dict[str, Awaited]]:
+    """As `judged_later`, waiting for the numbers."""
+    value, times, weight, terms = judged_later(loss, output, batch, means=means)
+    if isinstance(times, Tensor) and not times:
+        value = value.nan_to_num(0.0)
+    return value, float(times), float(weight), terms
+
+
+def judged_later(
     loss: Callable[..., Any] | None,
     output: Any,
     batch: Any,
     rows: int | None = None,
     means: Means | None = None,
     divided: bool = False,
-) -> tuple[Tensor, float, float, dict[str, Awaited]]:
+) -> Judged:
     """(loss, the factor that turns it into a sum, the weight of that sum, each named loss component as a sum).
 
     ``loss`` returns a mean over rows, a (sum, weight), or a dict of means. None: the output's own ``loss``, whose
     divisor ``means`` has recorded. ``rows``: their number, where the tensors do not show it.
     ``divided``: the batch is a part of the step's rows, so a loss that cannot be added up over parts is a ValueError.
+    Factor and weight are tensors where a GPU still computes them.
     """
     if loss is None:
         result, means = _own_loss(output), means or Means()
@@ -186,6 +206,9 @@ def judged(
             refuse(loss, call, means, batch, times)
         if call is None or divisor is None:
             return result, times, times, {}
+        if isinstance(divisor, Tensor) and _is_late(divisor):
+            return result, divisor, divisor, {}
+        divisor = float(divisor)
         return (result, divisor, divisor, {}) if divisor else (call.nothing, 1.0, 0.0, {})
     if isinstance(result, Mapping) and result and all(map(_is_number, result.values())):
         if len(result) > Vote.MAX_TERMS:
@@ -275,6 +298,11 @@ class Measured:
             return terms, (), why
         sums = itertools.chain.from_iterable(self.sums[name] for name in names)
         return (*terms, *sums, checksum(names), 1.0), names, why
+
+
+def _is_late(tensor: Tensor) -> bool:
+    """Whether `float` of it waits for a GPU."""
+    return tensor.is_cuda
 
 
 def _is_number(value: Any) -> bool:

@@ -22,6 +22,19 @@ MAX_BYTES = 1 << 30  # of frozen parameters: up to here they are copied to see w
 Saved = Sequence[tuple[nn.Parameter, Tensor, Tensor]]
 
 
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A GPU copies all that have a type by one kernel."""
+    found = {i: each.clone() for i, each in enumerate(tensors) if each.layout != torch.strided}
+    for kind in {(each.dtype, each.device) for i, each in enumerate(tensors) if i not in found}:
+        alike = {i: t.detach() for i, t in enumerate(tensors) if i not in found and (t.dtype, t.device) == kind}
+        numels = [each.numel() for each in alike.values()]
+        parts = torch.split(torch.empty(sum(numels), dtype=kind[0], device=kind[1]), numels)
+        views = [part.view(each.shape) for part, each in zip(parts, alike.values(), strict=True)]
+        torch._foreach_copy_(views, list(alike.values()))
+        found.update(zip(alike, views, strict=True))
+    return [found[i] for i in range(len(tensors))]
+
+
 class Moving:
     """*Cost*: in the first steps a copy of these tensors; afterwards only of those that were ``found``."""
 

@@ -68,8 +68,9 @@ class Call:
         target, ignored = self.classes, self.options.get("ignore_index")
         return None if target is None else target != (IGNORED if ignored is None else ignored)
 
-    def divisor(self, elements: bool) -> float | None:
-        """The divisor of its mean; None: unknown here, so the number of samples."""
+    def divisor(self, elements: bool) -> Tensor | float | None:
+        """The divisor of its mean; None: unknown here, so the number of samples. A tensor, in float64: where it is 0,
+        the mean is 0 / 0 and has a gradient of 0."""
         target, counts = self.classes, self.counts
         if self.reduction != "mean":
             return None
@@ -79,7 +80,7 @@ class Call:
             return float(torch.Size(torch.broadcast_shapes(*shapes)).numel()) if known else None  # type: ignore[no-untyped-call]
         weights = self.options.get("weight")
         if weights is None:
-            return float(counts.sum())
+            return counts.sum(dtype=torch.float64)
         return float(weights[target.where(counts, 0)].where(counts, 0).sum())
 
     def alike(self, rows: float) -> bool:
@@ -115,7 +116,7 @@ class Means:
         found = (call for call in self.calls if call.value is loss and loss._version == call.version)
         return next(found, None)
 
-    def divisor(self, loss: Any) -> float | None:
+    def divisor(self, loss: Any) -> Tensor | float | None:
         call = self.of(loss)
         return call.divisor(self.elements) if call else None
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +72,7 @@ def finish(
     squares into the node's. Returns whether the update was applied, and the gradient's norm where the rule needs it."""
     squares = 0.0
     if rule.clip is not None or rule.check:
-        squares = sum(float(norm) ** 2 for norm in norms([p.grad for p in dense if p.grad is not None]))
-        squares = whole(squares + sum(float(f.square_norm()) for f in factored))
+        squares = whole(square_norm([p.grad for p in dense if p.grad is not None], factored))
     applied, norm = step_if_finite(dense, optimizer, rule, squares)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]} if factored else {}
     for one in factored if applied else ():
@@ -134,11 +133,18 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.itemsize < 4 else tensor
 
 
-def norms(grads: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The norms, grouped by type, in the same order in every process."""
-    for dtype in dict.fromkeys(grad.dtype for grad in grads):
-        alike = [grad for grad in grads if grad.dtype == dtype]
-        yield from torch._foreach_norm(alike, 2, torch.float32 if dtype.itemsize < 4 else None)
+def square_norm(grads: Sequence[Tensor], factored: Sequence[Factored] = ()) -> float:
+    """Of all of these, added up in the same order in every process. A GPU is waited for once per type."""
+    total = 0.0
+    for kind in dict.fromkeys((grad.dtype, grad.device) for grad in grads):
+        alike = [grad for grad in grads if (grad.dtype, grad.device) == kind]
+        norms = torch._foreach_norm(alike, 2, torch.float32 if kind[0].itemsize < 4 else None)
+        total += sum(norm**2 for norm in torch.stack(list(norms)).tolist())
+    of_factors = [one.square_norm() for one in factored]
+    for kind in dict.fromkeys((square.dtype, square.device) for square in of_factors):
+        alike = [square for square in of_factors if (square.dtype, square.device) == kind]
+        total += sum(torch.stack(alike).tolist())
+    return total
 
 
 @torch.no_grad()
