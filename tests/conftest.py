@@ -63,6 +63,15 @@ def pytest_configure(config: pytest.Config) -> None:
             )
 
 
+@pytest.fixture(autouse=True)
+def factors_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU as on a CPU: one alone would take dense gradients."""
+    if os.environ.get("PACELINE_TEST_DEVICE", "cpu") != "cpu":
+        from paceline.engine import sequential
+
+        monkeypatch.setattr(sequential, "takes_gradients", lambda model: False)
+
+
 MISSED = pytest.StashKey[list[str]]()
 
 

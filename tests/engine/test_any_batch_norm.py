@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 import ranks
-from device import waits_in_backward
+from device import of_cpus, waits_in_backward
 from nodes import HIDDEN, IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
 from paceline.engine.checks.norm_layers import over_batches, own_statistics
 from paceline.engine.compute.sync_batch_norm import SyncBatchNorm
@@ -235,6 +235,7 @@ def test_a_synchronised_layer_is_not_local_without_a_word():
         paceline.join(made, optimizer, F.cross_entropy, batch_size=8, engine="replicas:2")
 
 
+@of_cpus
 def test_what_is_covered_is_restored():
     made = model("checkpointed, own buffers")
     layers = SyncBatchNorm(made)

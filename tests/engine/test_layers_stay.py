@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 import paceline
+from device import of_cpus
 from launching import launch, small
 
 
@@ -157,6 +158,7 @@ def join(model, **words):
     return paceline.join(model, optimizer, F.cross_entropy, **{"batch_size": 6, "engine": "sequential", **words})
 
 
+@of_cpus
 @pytest.mark.parametrize("engine", ["sequential", "threads:2", "replicas:2"])
 def test_a_model_is_trained_by_one_join_at_a_time(engine):
     """Story: under processes:2 the first one's memory was replaced: "was given other memory"."""

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import ranks
 from device import of_cpus
 from nodes import HIDDEN, IN, MODELS, OUT, Plain, Rank, build, engine_of, gap, reference, rows
+from paceline.engine import sequential
 from paceline.engine.compute.optimizer_step import optimizer_takes_factors
 from paceline.engine.sequential import Engine
 from paceline.link.memory import world
@@ -50,6 +51,17 @@ def test_one_process_equals_torch(options, clip, kind):
     assert gap(rank.state(), want) < 1e-12
     assert losses == pytest.approx(want_losses, rel=1e-12)
     assert rank.exchange.forms().count(FACTORS) == {"tied": 0, "repeated": 0, "sometimes": 4}.get(kind, 2)
+
+
+def test_a_gpu_alone_takes_gradients(monkeypatch):
+    """It multiplies in 16 bits under autocast, and factors of one node are sent to nobody."""
+    monkeypatch.setattr(sequential, "takes_gradients", lambda model: True)
+    model = build()
+    rank, losses = alone(model, sgd(**SGD["nesterov"]))
+    want, want_losses = reference(model, BATCHES, sgd(**SGD["nesterov"]))
+    assert gap(rank.state(), want) < 1e-12
+    assert losses == pytest.approx(want_losses, rel=1e-12)
+    assert set(rank.exchange.forms()) == {DENSE}
 
 
 def test_groups_and_their_states_are_torchs():

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
+from device import of_cpus
 from paceline.engine.compute import matmul
 from paceline.engine.compute.optimizer_step import Factored, finish
 from paceline.messages import UpdateRule
@@ -158,6 +159,7 @@ def test_factors_enter_the_optimizer_as_the_gradient_would(fast, options):
     torch.testing.assert_close(one.data, other.data, rtol=1e-4, atol=1e-4)
 
 
+@of_cpus
 @needs_onednn
 @pytest.mark.parametrize("fast", [True], indirect=True)
 def test_a_row_does_not_depend_on_the_rows_beside_it(fast):

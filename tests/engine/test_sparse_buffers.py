@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import paceline
 import ranks
+from device import of_cpus
 from launching import launch, small
 from nodes import gap
 from paceline.checkpoint import export, tensor_file
@@ -51,6 +52,7 @@ def dense(state):
     return {name: value.to_dense().clone() for name, value in state.items()}
 
 
+@of_cpus
 @pytest.mark.parametrize("engine", ["sequential", "threads:2", "replicas:2", "reproducible:2"])
 def test_every_engine_trains_with_one(engine):
     model, plain = Graph(), Graph()

@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import cases
 import paceline
+from device import of_cpus
 from launching import launch
 from nodes import gap
 
@@ -23,6 +24,7 @@ pytestmark = [
 KINDS = ("plain", "plainly", "deep", "twofold", "armed", "called")
 
 
+@of_cpus
 def test_a_wrapped_model_trains_to_the_weights_of_the_module_inside(tmp_path):
     """Story: DistributedDataParallel's own all-reduce ran beside ours: other weights at every start, without a word."""
     done = launch("wrapped.py", tmp_path, *KINDS, engine="sequential", num_nodes=2)
