@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import ranks
+from device import of_cpus
 from nodes import Rank, build, rows
 from paceline.exchange.allreduce import Exchange
 from paceline.messages import DENSE
@@ -47,7 +48,7 @@ def test_full_width_equals_none(size):
             assert float((found[name] - want).norm()) <= 1e-12 * float(want.norm()), name
 
 
-@pytest.mark.parametrize("row", ["sequential", "replicas:2", "pipeline:2"])
+@pytest.mark.parametrize("row", ["sequential", "replicas:2", pytest.param("pipeline:2", marks=of_cpus)])
 def test_one_bucket_of_all_weights_gives_the_same(row):
     """In every engine: nodes of unlike engines have the same buckets."""
     exact = ranks.run(2, lambda link: train(link, "none", row=row))[0][0]

@@ -160,6 +160,7 @@ def test_nodes_equal_one_process(kind, shares):
         assert gap(state, want) < 1e-10
 
 
+@waits_in_backward
 @pytest.mark.parametrize("kind", KINDS)
 def test_replicas_equal_one_process(kind):
     start = model(kind)
