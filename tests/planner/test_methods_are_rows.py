@@ -24,7 +24,7 @@ from paceline.planner.measure import methods
 from paceline.planner.methods import MeasuredMethod
 from paceline.planner.plan_file import Plan
 from paceline.planner.plan_tables import method_table
-from paceline.planner.teams import SHARED
+from paceline.planner.teams import EACH, SHARED, answer
 
 OWN = ExchangeTraffic()
 STEP = line(BIG, forward_s=0.05, update_s=0.01, factored_s=0.01, rows=32)
@@ -100,6 +100,21 @@ def test_more_nodes_than_a_codec_adds_up_are_refused():
     (qsgd,) = (each for each in measured() if each.codec == "qsgd")
     assert rows.first_refusal([qsgd] * qsgd.most_nodes) == ""
     assert rows.first_refusal([qsgd] * (qsgd.most_nodes + 1)) == "at most 127 nodes can use it"
+
+
+def test_a_team_too_large_for_the_jobs_own_codec_is_not_predicted():
+    """Nor is more promised of it: the other methods say what they would do."""
+    kinds = MeasuredMethod("allreduce", "qsgd", chosen=True, most_nodes=3), MeasuredMethod("allreduce", "none")
+    nodes = [dataclasses.replace(node, methods=kinds) for node in survey().nodes]
+    seen = Survey(nodes, lambda _: NetworkModel(1e-4, 12.5e6), real=False)
+    team = seen.team(4, EACH).team
+    assert (team.predicted_s, team.predicted_speedup, team.reason) == (None, None, "failed: at most 3 nodes can use it")
+    assert answer([seen.alone, team]) == (1, "stay on one machine: of 4 like this one, at most 3 nodes can use it")
+    refused, other = seen.methods(team)
+    assert refused.reason == "refused: at most 3 nodes can use it"
+    assert other.reason == "the same updates; the job's own is refused"
+    assert other.predicted_s
+    assert seen.team(3, EACH).team.predicted_s
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def make_over(
 
     survey = Survey(nodes, network, real=True)
     found = [survey.team(count, kind) for kind in (SHARED, EACH) for count in range(2, len(hosts) + 1)]
-    tries = [one for one in found if one]
+    tries = [one for one in found if one and not one.team.failed]
     by_name = {host.name: host for host in hosts}
     for one in promising(tries):
         show(f"trying {one.team.nodes} hosts with a global batch of {one.team.batch_size}")

@@ -189,6 +189,9 @@ class Survey:
             forms="; ".join(prediction.why),
             reason="predicted only",
         )
+        own = [each for node in nodes for each in node.methods if each.chosen]
+        if own and (refused := first_refusal(own)):
+            team = Team(count, team.hosts, kind, team.batch_size, team.engines, team.link, reason=FAILED + refused)
         return TeamTrial(team, rows, shares)
 
     def with_trial(self, one: TeamTrial) -> Team:

@@ -57,8 +57,10 @@ class Method:
 
 
 def reason(own_s: float, predicted_s: float, fidelity: str) -> str:
-    """Why it is not the job's own, which takes ``own_s``."""
+    """Why it is not the job's own, which takes ``own_s``; 0: which is refused."""
     updates = "the same updates" if fidelity == FIDELITIES[0] else f"other updates ({fidelity})"
+    if not own_s:
+        return f"{updates}; the job's own is refused"
     times = own_s / predicted_s
     return f"{updates}, {times:.2f}x the job's own" if times >= WORTH else f"{updates}, not faster"
 

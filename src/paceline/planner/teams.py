@@ -54,7 +54,7 @@ class Team:
 
     @property
     def failed(self) -> bool:
-        """Its trial failed, so its prediction no longer counts."""
+        """Its trial failed, so its prediction no longer counts; or it is refused, and has none."""
         return self.reason.startswith(FAILED)
 
     @property
@@ -119,6 +119,8 @@ def _imagined(teams: Sequence[Team]) -> str:
         return "one machine"
     best = max(teams[1:], key=lambda team: team.speedup)
     link, assumed = f" over {best.link}" if best.link else "", f"; {best.assumed}" if best.assumed else ""
+    if best.failed:
+        return f"stay on one machine: of {best.nodes} like this one{link}, {best.reason.removeprefix(FAILED)}"
     if best.speedup < WORTH:
         why = f" ({best.waiting})" if best.waiting else ""
         return f"stay on one machine: {best.nodes} like this one{link} would be {best.numbers}{why}{assumed}"
