@@ -35,10 +35,10 @@ class Direct(Reentrant):
 @pytest.mark.parametrize("exchange", ["allreduce:factors", "allreduce:dense"])
 def test_segments_that_backward_computes_again_are_exact(size, exchange):
     """Story: a weight that two of them use "got its gradient twice", or left before it was whole."""
-    batches = [rows(24, seed) for seed in range(4)]
+    batches, model = [rows(24, seed) for seed in range(4)], build(Reentrant)  # while the other rank's backward draws
 
     def work(link):
-        rank = Rank(MeteredLink(link), build(Reentrant), exchange=exchange)
+        rank = Rank(MeteredLink(link), model, exchange=exchange)
         rank.train(batches)
         return rank.state()
 

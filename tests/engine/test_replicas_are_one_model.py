@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+import paceline
 import ranks
-from device import DEVICE
+from device import DEVICE, of_cpus
 from nodes import MODELS, OPTIMIZERS, Conv, Plain, Rank, build, gap, reference, rows
 from paceline.engine.compute.batch import split
 from paceline.engine.compute.rng import DRAWS, ThreadRng
@@ -123,6 +125,49 @@ def test_dice_are_a_threads_own_and_leave_the_others_as_they_were():
         assert torch.equal(torch.rand(3), one[1])
     for name in DRAWS:
         assert any(hasattr(room, name) for room in (torch, torch.Tensor, F, torch._VF)), name
+
+
+class Masked(nn.Module):
+    """A weight of ones, whose gradient adds up to what forward gave: where backward drops what forward dropped."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.weight, self.reentrant = nn.Parameter(torch.ones(256, dtype=torch.float64)), reentrant
+
+    def part(self, x):
+        return F.dropout(x, 0.5) * self.weight
+
+    def forward(self, x):
+        return checkpoint(self.part, x, use_reentrant=self.reentrant)
+
+
+@of_cpus
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_segments_that_backward_computes_again_drop_what_forward_dropped(reentrant):
+    """Story: of replicas, backward drew other masks than forward had: a wrong gradient, without a word."""
+    model = Masked(reentrant)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    with paceline.join(model, optimizer, lambda out, _: out.sum(1).mean(), batch_size=8, engine="replicas:2") as pace:
+        for _ in range(3):
+            with torch.no_grad():
+                model.weight.fill_(1.0)
+            given = float(pace.step((torch.ones(8, 256, dtype=torch.float64, requires_grad=True), torch.zeros(8))))
+            assert float((1 - model.weight.detach()).sum()) == pytest.approx(given, rel=1e-12)
+
+
+def test_the_state_of_a_threads_dice_is_read_and_set_as_that_of_all():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with ThreadRng(5):
+        begun = torch.get_rng_state()
+        want = torch.rand(3)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(begun)
+            assert torch.equal(torch.rand(3), want)
+        after = torch.rand(3)
+        torch.random.set_rng_state(begun)
+    assert not torch.equal(after, want)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_replicas_have_threads_and_cores_of_their_own():

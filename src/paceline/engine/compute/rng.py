@@ -3,9 +3,11 @@
 PyTorch's default generator is shared by all threads, and the order of their draws is random. Under `ThreadRng`
 every function that draws uses this thread's own state, one thread at a time, so equal seeds give equal runs.
 
+There `torch.get_rng_state` and `torch.set_rng_state` are of that state too: activation checkpointing draws the masks of
+forward again by them.
+
 Not supported: dropout masks equal to those of one process (they never are when a batch is computed in parts),
-Python's and NumPy's generators inside forward, and activation checkpointing with dropout, which sets the default
-generator itself.
+Python's and NumPy's generators inside forward.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import ctypes
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 NUMPY_BYTES = 4 * 624 + 4  # of the generator behind numpy.random: its state words, and the position in them
 
@@ -96,6 +100,7 @@ NAMES = """
 """
 DRAWS = frozenset(NAMES.split())
 _drawing = threading.Lock()
+_entered = threading.local()
 
 
 class ThreadRng(TorchFunctionMode):
@@ -104,8 +109,20 @@ class ThreadRng(TorchFunctionMode):
     def __init__(self, seed: int, devices: Iterable[torch.device] = ()):
         super().__init__()
         gpus = sorted({device.index for device in devices if device.type == "cuda"})
-        self._shared = [torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)]
-        self._states = [torch.Generator(each.device).manual_seed(seed).get_state() for each in self._shared]
+        shared = [torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)]
+        self._shared = {each.device: each for each in shared}
+        self.states = {each.device: torch.Generator(each.device).manual_seed(seed).get_state() for each in shared}
+        self._before: list[ThreadRng | None] = []
+        _install()
+
+    def __enter__(self) -> ThreadRng:
+        self._before.append(getattr(_entered, "rng", None))
+        _entered.rng = self
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        _entered.rng = self._before.pop()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -113,17 +130,67 @@ class ThreadRng(TorchFunctionMode):
         if getattr(func, "__name__", "") not in DRAWS:
             return func(*args, **(kwargs or {}))
         with _drawing:
-            before = [generator.get_state() for generator in self._shared]
-            self._set(self._states)
+            before = {device: generator.get_state() for device, generator in self._shared.items()}
+            self._set(self.states)
             try:
                 return func(*args, **(kwargs or {}))
             finally:
-                self._states = [generator.get_state() for generator in self._shared]
+                self.states = {device: generator.get_state() for device, generator in self._shared.items()}
                 self._set(before)
 
-    def _set(self, states: Iterable[Tensor]) -> None:
-        for generator, state in zip(self._shared, states, strict=True):
-            generator.set_state(state)
+    def _set(self, states: Mapping[torch.device, Tensor]) -> None:
+        for device, state in states.items():
+            self._shared[device].set_state(state)
+
+
+@cache
+def _install() -> None:
+    """Once. Where a thread has states of its own: what gets or sets a generator's gets or sets its own, and what is
+    computed again within backward, where torch has left the mode, draws from its own."""
+    _redirect("cpu", torch, torch.random)
+    _redirect("cuda", torch.cuda, torch.cuda.random)
+    fork = torch.random.fork_rng
+
+    @wraps(fork)
+    @contextmanager
+    def fork_rng(*args: Any, **named: Any) -> Iterator[None]:
+        rng = _own()
+        entered = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        with fork(*args, **named), rng if rng and rng not in entered else nullcontext():
+            yield
+
+    torch.random.fork_rng = fork_rng
+
+
+def _own() -> ThreadRng | None:
+    return getattr(_entered, "rng", None)
+
+
+def _redirect(default: str, *homes: Any) -> None:
+    get, put = homes[0].get_rng_state, homes[0].set_rng_state
+
+    def states(where: Sequence[Any]) -> tuple[dict[torch.device, Tensor], torch.device]:
+        device = torch.device(*where or (default,))
+        if str(device) == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        rng = _own()
+        return rng.states if rng and device in rng.states else {}, device
+
+    @wraps(get)
+    def get_rng_state(*where: Any, **named: Any) -> Tensor:
+        own, device = states((*where, *named.values()))
+        return own[device].clone() if own else get(*where, **named)
+
+    @wraps(put)
+    def set_rng_state(new_state: Tensor, *where: Any, **named: Any) -> None:
+        own, device = states((*where, *named.values()))
+        if own:
+            own[device] = new_state.clone()
+        else:
+            put(new_state, *where, **named)
+
+    for home in homes:
+        home.get_rng_state, home.set_rng_state = get_rng_state, set_rng_state
 
 
 def seeds(count: int) -> list[int]:
