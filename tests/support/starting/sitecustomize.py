@@ -2,16 +2,18 @@
 
 No garbage is collected while torch is imported, nor once more at the end of the process. Torch imports its
 compiler at the first step of an optimizer, to leave it out of compiled graphs: while nobody has imported the compiler,
-there are none.
+there are none. Only it and sharded tensors need the shapes of all operations in Python, which torch imports as well.
 """
 
 import atexit
 import contextlib
 import functools
 import gc
+import importlib
 import sys
+import types
 
-COMPILER = "torch._dynamo"
+COMPILER, SHAPES = "torch._dynamo", "torch._meta_registrations"
 
 
 def disable_if_there(disable):
@@ -57,19 +59,29 @@ def changed(module, name, change):
 
 
 @contextlib.contextmanager
-def without_collection(module):
+def quickly(module):
     enabled = gc.isenabled()
     gc.disable()
+    sys.modules[SHAPES] = types.ModuleType(SHAPES)
     try:
         yield
     finally:
+        del sys.modules[SHAPES]
         gc.freeze()
         if enabled:
             gc.enable()
 
 
+@contextlib.contextmanager
+def with_shapes(module):
+    importlib.import_module(SHAPES)
+    yield
+
+
 AROUND = {
-    "torch": without_collection,
+    "torch": quickly,
+    COMPILER: with_shapes,
+    "torch.distributed.tensor": with_shapes,
     "torch._compile": functools.partial(changed, name="_disable_dynamo", change=disable_if_there),
     "torch.optim.optimizer": functools.partial(changed, name="_use_grad_for_differentiable", change=break_if_there),
 }
