@@ -18,7 +18,7 @@ from paceline_bench.simulated.virtual_time import World
 
 pytestmark = pytest.mark.long
 
-COUNT = 300  # on a busy machine a schedule may take a tenth of a second
+COUNT = 150  # on a busy machine a schedule may take a quarter of a second
 
 
 @pytest.mark.dear("40000")
