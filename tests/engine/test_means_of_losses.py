@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import paceline
 import ranks
-from device import DEVICE
+from device import DEVICE, of_cpus
 from nodes import IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
 from paceline.engine.compute import batch
 from paceline.engine.sequential import Engine
@@ -108,6 +108,22 @@ def test_nothing_that_counts_is_0_with_a_gradient_of_0(late, monkeypatch):
     value, times, weight, _ = batch.judged(F.cross_entropy, output, (output, nothing))
     value.backward()
     assert (float(value.detach()), times * weight, float(output.grad.abs().max())) == (0.0, 0.0, 0.0)
+
+
+@of_cpus
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch has none")
+def test_a_loss_whose_gradient_is_not_0_where_nothing_counts_is_counted_at_once(monkeypatch):
+    """Its gradient is computed in forward, in chunks, and divided by 0."""
+    monkeypatch.setattr(batch, "_is_late", lambda divisor: True)
+    hidden, nothing = torch.randn(4, IN, requires_grad=True), torch.full((4,), -100)
+    weight = torch.randn(OUT, IN, requires_grad=True)
+    value, times, *_ = batch.judged_later(partial(_by_chunks, weight), hidden, (hidden, nothing))
+    (value * times).backward()
+    assert (times, float(hidden.grad.abs().max())) == (1.0, 0.0)
+
+
+def _by_chunks(weight, hidden, target):
+    return F.linear_cross_entropy(hidden, weight, target)
 
 
 POSITIVE = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64, device=DEVICE)

@@ -123,8 +123,58 @@ def test_dice_are_a_threads_own_and_leave_the_others_as_they_were():
     with ThreadRng(5):
         assert torch.equal(F.dropout(torch.ones(1000), 0.5), one[0])
         assert torch.equal(torch.rand(3), one[1])
+
+
+P = torch.full((8,), 0.5)
+IMAGE = torch.arange(64.0).view(1, 1, 8, 8)
+DRAWN = {
+    "dropout": lambda: F.dropout(torch.ones(64)),
+    "dropout in a channel": lambda: F.dropout1d(torch.ones(2, 16, 3)),
+    "alpha dropout": lambda: F.alpha_dropout(torch.ones(64), training=True),
+    "native dropout": lambda: torch.native_dropout(torch.ones(64), 0.5, True)[0],
+    "attention": lambda: F.scaled_dot_product_attention(*[IMAGE] * 3, dropout_p=0.5),
+    "rand": lambda: torch.rand(8),
+    "rand by its overload": lambda: torch.ops.aten.rand.default([8]),
+    "randn_like": lambda: torch.randn_like(P),
+    "randint": lambda: torch.randint(1 << 40, (8,)),
+    "randperm": lambda: torch.randperm(64),
+    "normal_": lambda: torch.empty(8).normal_(),
+    "uniform_": lambda: torch.empty(8).uniform_(),
+    "kaiming_uniform_": lambda: nn.init.kaiming_uniform_(torch.empty(8, 8)),
+    "bernoulli": lambda: torch.bernoulli(torch.full((64,), 0.5)),
+    "multinomial": lambda: torch.multinomial(torch.ones(64), 8),
+    "poisson": lambda: torch.poisson(torch.full((64,), 9.0)),
+    "gumbel_softmax": lambda: F.gumbel_softmax(P),
+    "rrelu": lambda: F.rrelu(-torch.ones(64), training=True),
+    "pooling in 2d": lambda: F.fractional_max_pool2d(IMAGE, 2, output_size=3, return_indices=True)[0],
+    "pooling in 3d": lambda: F.fractional_max_pool3d(IMAGE.view(1, 4, 4, 4), 2, output_size=2, return_indices=True)[0],
+    "Beta": lambda: torch.distributions.Beta(P, P).sample(),
+    "Dirichlet": lambda: torch.distributions.Dirichlet(P).sample(),
+    "Gamma": lambda: torch.distributions.Gamma(P, P).sample(),
+    "StudentT": lambda: torch.distributions.StudentT(P).sample(),
+    "LSTM": lambda: nn.LSTM(4, 4, 2, dropout=0.5)(torch.ones(1, 2, 4))[0],
+    "seeded": lambda: (torch.manual_seed(9), torch.rand(8))[1],
+}
+
+
+@pytest.mark.parametrize("draw", DRAWN)
+def test_every_function_that_draws_draws_from_the_threads_own(draw):
+    """Whatever the common generator's state is, which it leaves as it was."""
+
+    def drawn(seed):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        with ThreadRng(5):
+            found = DRAWN[draw]()
+        assert torch.equal(torch.get_rng_state(), before)
+        return found
+
+    assert torch.equal(drawn(1), drawn(2))
+
+
+def test_every_name_that_draws_exists():
     for name in DRAWS:
-        assert any(hasattr(room, name) for room in (torch, torch.Tensor, F, torch._VF)), name
+        assert any(hasattr(room, name) for room in (torch, torch.Tensor, F, torch._VF, nn.init, torch._C._nn)), name
 
 
 class Masked(nn.Module):
@@ -138,11 +188,33 @@ class Masked(nn.Module):
         return F.dropout(x, 0.5) * self.weight
 
     def forward(self, x):
+        if self.reentrant is None:
+            return ByHand.apply(self.part, x, self.weight)
         return checkpoint(self.part, x, use_reentrant=self.reentrant)
 
 
+class ByHand(torch.autograd.Function):
+    """As some libraries checkpoint: the state is set, and put back, without `fork_rng`."""
+
+    @staticmethod
+    def forward(ctx, part, x, weight):
+        ctx.part, ctx.state = part, torch.get_rng_state()
+        ctx.save_for_backward(x, weight)
+        return part(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        now = torch.get_rng_state()
+        torch.set_rng_state(ctx.state)
+        with torch.enable_grad():
+            out = ctx.part(x.detach())
+        torch.set_rng_state(now)
+        return None, None, torch.autograd.grad(out, weight, grad)[0]
+
+
 @of_cpus
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False, None])
 def test_segments_that_backward_computes_again_drop_what_forward_dropped(reentrant):
     """Story: of replicas, backward drew other masks than forward had: a wrong gradient, without a word."""
     model = Masked(reentrant)
@@ -168,6 +240,41 @@ def test_the_state_of_a_threads_dice_is_read_and_set_as_that_of_all():
         torch.random.set_rng_state(begun)
     assert not torch.equal(after, want)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_draws_in_backward_draws_from_the_threads_own():
+    def drawn(seed):
+        torch.manual_seed(seed)
+        before, seen = torch.get_rng_state(), []
+        x = torch.ones(3, requires_grad=True)
+        with ThreadRng(5):
+            y = x * 2
+            y.register_hook(lambda grad: seen.append(torch.rand(3)))
+            y.sum().backward()
+        assert torch.equal(torch.get_rng_state(), before)
+        return seen[0]
+
+    assert torch.equal(drawn(1), drawn(2))
+
+
+def test_a_seed_inside_a_fork_is_the_threads_own():
+    """Story: the fork put the thread's state back, and the seed was the process's, so every step drew the same."""
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with ThreadRng(5):
+        want = torch.rand(3)
+    with ThreadRng(5):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(7)))
+        assert torch.equal(torch.rand(3), want)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_checkpointing_of_random_state_on_gpus_is_refused(monkeypatch):
+    monkeypatch.setattr(ThreadRng, "on_gpu", True)
+    with ThreadRng(5), pytest.raises(ValueError, match="pass preserve_rng_state=False"):
+        torch.cuda.get_rng_state()
 
 
 def test_replicas_have_threads_and_cores_of_their_own():

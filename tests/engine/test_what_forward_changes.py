@@ -16,6 +16,7 @@ import paceline
 import ranks
 from device import DEVICE, of_cpus, waits_in_backward
 from nodes import HIDDEN, IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
+from paceline.engine.compute.forward_state import copies
 from paceline.engine.replicas import Engine as Replicas
 from paceline.engine.reproducible import Engine as Virtual
 from paceline.engine.sequential import Engine
@@ -412,3 +413,40 @@ def test_processes_on_two_nodes(buffers, tmp_path):
     alike = [torch.equal(state["codes"], states[0]["codes"]) for state in states[1:]]
     assert alike == [buffers == "broadcast"] * 3
     assert done.stderr.count("forward changes 'codes'") == (buffers == "own")
+
+
+class Named(torch.Tensor):
+    """A subclass, whose copy is one too."""
+
+
+BUFFERS = {
+    "values": lambda: torch.randn(3, 4),
+    "transposed": lambda: torch.randn(3, 4).T,
+    "channels last": lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "one value of many": lambda: torch.ones(1).expand(5),
+    "a count": lambda: torch.tensor(7),
+    "none": lambda: torch.empty(0, 3),
+    "flags": lambda: torch.tensor([True, False]),
+    "bytes": lambda: torch.arange(4, dtype=torch.uint8),
+    "short": lambda: torch.arange(4).to(torch.uint16),
+    "complex": lambda: torch.randn(3, dtype=torch.complex64),
+    "half": lambda: torch.randn(3).bfloat16(),
+    "eighth": lambda: torch.randn(3).to(torch.float8_e4m3fn),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "subclass": lambda: torch.ones(3).as_subclass(Named),
+    "with a gradient": lambda: torch.ones(3, requires_grad=True),
+}
+
+
+def test_copies_are_clones():
+    """Of all together, as of each: its type, its values, memory of its own."""
+    made = [make() for make in BUFFERS.values() for _ in range(2)]
+    for name, each, copied in zip([n for n in BUFFERS for _ in range(2)], made, copies(made), strict=True):
+        want = each.clone().detach()
+        assert (type(copied), copied.dtype, copied.layout, copied.shape) == (type(want), *_kind(want)), name
+        assert torch.equal(*(t.to_dense().float() if t.dtype not in (torch.complex64,) else t for t in (copied, want)))
+        assert not copied.numel() or copied.layout != torch.strided or copied.data_ptr() != each.data_ptr()
+
+
+def _kind(tensor):
+    return tensor.dtype, tensor.layout, tensor.shape

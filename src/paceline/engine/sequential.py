@@ -257,7 +257,9 @@ class Engine(contract.Engine):
 
     def diagnose(self, batch: Any, backward: bool = False) -> str:
         def losses() -> Iterator[Tensor]:
-            yield from (self._judged(some)[-1][0] for some in self._split(batch, self.accumulate))
+            for part in self._split(batch, self.accumulate):
+                value, times, *_ = self._judged(part)[-1]
+                yield value if float(times) else value.nan_to_num(0.0)
 
         parameters = {name: self.backward.parameters[name] for name in self.names}
         return not_finite.where(self.model, parameters, batch, losses, backward)

@@ -83,9 +83,9 @@ def make_over(
 
     survey = Survey(nodes, network, real=True)
     found = [survey.team(count, kind) for kind in (SHARED, EACH) for count in range(2, len(hosts) + 1)]
-    tries = [one for one in found if one and not one.team.failed]
+    tries = [one for one in found if one]
     by_name = {host.name: host for host in hosts}
-    for one in promising(tries):
+    for one in promising([one for one in tries if not one.team.failed]):
         show(f"trying {one.team.nodes} hosts with a global batch of {one.team.batch_size}")
         one.trial = _run(remote, [by_name[name] for name in one.team.hosts.split(",")], one, command, trial_s)
     teams = [survey.alone, *(survey.with_trial(one) for one in tries), *_imagined(survey, what_if)]

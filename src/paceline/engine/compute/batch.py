@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.engine.compute.loss_divisor import Means, Seen, refuse, refuse_part
+from paceline.engine.compute.loss_divisor import ZERO_AT_NONE, Means, Seen, refuse, refuse_part
 from paceline.messages import Vote
 from paceline.registry import BASELINE, PROCESSES, THREADS
 from paceline.transport import checksum
@@ -206,7 +206,7 @@ def judged_later(
             refuse(loss, call, means, batch, times)
         if call is None or divisor is None:
             return result, times, times, {}
-        if isinstance(divisor, Tensor) and _is_late(divisor):
+        if isinstance(divisor, Tensor) and call.function in ZERO_AT_NONE and _is_late(divisor):
             return result, divisor, divisor, {}
         divisor = float(divisor)
         return (result, divisor, divisor, {}) if divisor else (call.nothing, 1.0, 0.0, {})
@@ -302,7 +302,7 @@ class Measured:
 
 def _is_late(tensor: Tensor) -> bool:
     """Whether `float` of it waits for a GPU."""
-    return tensor.is_cuda
+    return tensor.is_cuda and not torch.is_anomaly_enabled()
 
 
 def _is_number(value: Any) -> bool:

@@ -17,6 +17,7 @@ from paceline.engine.checks.norm_layers import over_batches
 from paceline.exchange.flow.broadcast import mark
 
 STEPS = 2
+COMMON = torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool
 MAX_BYTES = 1 << 30  # of frozen parameters: up to here they are copied to see whether they change
 
 Saved = Sequence[tuple[nn.Parameter, Tensor, Tensor]]
@@ -24,7 +25,7 @@ Saved = Sequence[tuple[nn.Parameter, Tensor, Tensor]]
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """A GPU copies all that have a type by one kernel."""
-    found = {i: each.clone() for i, each in enumerate(tensors) if each.layout != torch.strided}
+    found = {i: each.clone() for i, each in enumerate(tensors) if not _is_common(each)}
     for kind in {(each.dtype, each.device) for i, each in enumerate(tensors) if i not in found}:
         alike = {i: t.detach() for i, t in enumerate(tensors) if i not in found and (t.dtype, t.device) == kind}
         numels = [each.numel() for each in alike.values()]
@@ -33,6 +34,10 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
         torch._foreach_copy_(views, list(alike.values()))
         found.update(zip(alike, views, strict=True))
     return [found[i] for i in range(len(tensors))]
+
+
+def _is_common(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout == torch.strided and tensor.dtype in COMMON and not tensor.is_nested
 
 
 class Moving:

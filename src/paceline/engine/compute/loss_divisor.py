@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 IGNORED = -100  # torch's default for a target that does not count
 # the index of the targets among their arguments
 CLASSES = {F.cross_entropy: 1, F.nll_loss: 1, getattr(F, "linear_cross_entropy", None): 2}
+ZERO_AT_NONE = F.cross_entropy, F.nll_loss  # whose gradient is 0 where no target counts, though the mean is 0 / 0
 ELEMENTS = {
     *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.poisson_nll_loss, F.soft_margin_loss),
     *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits),

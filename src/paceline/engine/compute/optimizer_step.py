@@ -136,15 +136,17 @@ def _wide(tensor: Tensor) -> Tensor:
 def square_norm(grads: Sequence[Tensor], factored: Sequence[Factored] = ()) -> float:
     """Of all of these, added up in the same order in every process. A GPU is waited for once per type."""
     total = 0.0
-    for kind in dict.fromkeys((grad.dtype, grad.device) for grad in grads):
-        alike = [grad for grad in grads if (grad.dtype, grad.device) == kind]
-        norms = torch._foreach_norm(alike, 2, torch.float32 if kind[0].itemsize < 4 else None)
-        total += sum(norm**2 for norm in torch.stack(list(norms)).tolist())
-    of_factors = [one.square_norm() for one in factored]
-    for kind in dict.fromkeys((square.dtype, square.device) for square in of_factors):
-        alike = [square for square in of_factors if (square.dtype, square.device) == kind]
-        total += sum(torch.stack(alike).tolist())
-    return total
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        alike = [grad for grad in grads if grad.dtype == dtype]
+        for norm in _read(torch._foreach_norm(alike, 2, torch.float32 if dtype.itemsize < 4 else None)):
+            total += norm**2
+    return total + sum(_read([one.square_norm() for one in factored]))
+
+
+def _read(numbers: Sequence[Tensor]) -> list[float]:
+    if len({(each.dtype, each.device) for each in numbers}) > 1:
+        return list(map(float, numbers))
+    return torch.stack(list(numbers)).tolist() if numbers else []
 
 
 @torch.no_grad()

@@ -3,11 +3,12 @@
 PyTorch's default generator is shared by all threads, and the order of their draws is random. Under `ThreadRng`
 every function that draws uses this thread's own state, one thread at a time, so equal seeds give equal runs.
 
-There `torch.get_rng_state` and `torch.set_rng_state` are of that state too: activation checkpointing draws the masks of
-forward again by them.
+There `torch.get_rng_state`, `torch.set_rng_state` and `torch.manual_seed` are of that state too: activation
+checkpointing draws the masks of forward again by them.
 
 Not supported: dropout masks equal to those of one process (they never are when a batch is computed in parts),
-Python's and NumPy's generators inside forward.
+Python's and NumPy's generators inside forward, and draws of a script's own threads meanwhile. Refused: checkpointing
+of random state in replicas on GPUs.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import ctypes
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import cache, wraps
 from typing import Any
 
@@ -92,11 +93,12 @@ def of_json(plain: Any) -> Any:
 
 
 NAMES = """
-    alpha_dropout alpha_dropout_ bernoulli bernoulli_ binomial cauchy_ dropout dropout1d dropout2d dropout3d dropout_
-    exponential_ feature_alpha_dropout feature_dropout fractional_max_pool2d fractional_max_pool3d geometric_ gru
-    gumbel_softmax log_normal_ lstm multi_head_attention_forward multinomial normal normal_ poisson rand rand_like
-    randint randint_like randn randn_like random_ randperm rnn_relu rnn_tanh rrelu rrelu_ scaled_dot_product_attention
-    uniform_
+    _sample_dirichlet _standard_gamma alpha_dropout alpha_dropout_ bernoulli bernoulli_ binomial cauchy_ dropout
+    dropout1d dropout2d dropout3d dropout_ exponential_ feature_alpha_dropout feature_dropout fractional_max_pool2d
+    fractional_max_pool2d_with_indices fractional_max_pool3d fractional_max_pool3d_with_indices geometric_ gru
+    gumbel_softmax kaiming_uniform_ log_normal_ lstm multi_head_attention_forward multinomial native_dropout normal
+    normal_ poisson rand rand_like randint randint_like randn randn_like random_ randperm rnn_relu rnn_tanh rrelu
+    rrelu_ rrelu_with_noise rrelu_with_noise_ scaled_dot_product_attention uniform_
 """
 DRAWS = frozenset(NAMES.split())
 _drawing = threading.Lock()
@@ -110,13 +112,27 @@ class ThreadRng(TorchFunctionMode):
         super().__init__()
         gpus = sorted({device.index for device in devices if device.type == "cuda"})
         shared = [torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)]
-        self._shared = {each.device: each for each in shared}
-        self.states = {each.device: torch.Generator(each.device).manual_seed(seed).get_state() for each in shared}
+        self._shared, self._states = shared, list[Tensor]()
         self._before: list[ThreadRng | None] = []
+        self.seed(seed)
         _install()
 
+    def seed(self, seed: int) -> torch.Generator:
+        self._states = [torch.Generator(each.device).manual_seed(int(seed)).get_state() for each in self._shared]
+        return self._shared[0]
+
+    def state(self) -> Tensor:
+        return self._states[0].clone()
+
+    def set_state(self, new_state: Tensor) -> None:
+        self._states[0] = new_state.clone()
+
+    @property
+    def on_gpu(self) -> bool:
+        return len(self._shared) > 1
+
     def __enter__(self) -> ThreadRng:
-        self._before.append(getattr(_entered, "rng", None))
+        self._before.append(_own())
         _entered.rng = self
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
@@ -127,70 +143,70 @@ class ThreadRng(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if getattr(func, "__name__", "") not in DRAWS:
+        if getattr(func, "__name__", "").partition(".")[0] not in DRAWS:
             return func(*args, **(kwargs or {}))
         with _drawing:
-            before = {device: generator.get_state() for device, generator in self._shared.items()}
-            self._set(self.states)
+            before = [generator.get_state() for generator in self._shared]
+            self._set(self._states)
             try:
                 return func(*args, **(kwargs or {}))
             finally:
-                self.states = {device: generator.get_state() for device, generator in self._shared.items()}
+                self._states = [generator.get_state() for generator in self._shared]
                 self._set(before)
 
-    def _set(self, states: Mapping[torch.device, Tensor]) -> None:
-        for device, state in states.items():
-            self._shared[device].set_state(state)
-
-
-@cache
-def _install() -> None:
-    """Once. Where a thread has states of its own: what gets or sets a generator's gets or sets its own, and what is
-    computed again within backward, where torch has left the mode, draws from its own."""
-    _redirect("cpu", torch, torch.random)
-    _redirect("cuda", torch.cuda, torch.cuda.random)
-    fork = torch.random.fork_rng
-
-    @wraps(fork)
-    @contextmanager
-    def fork_rng(*args: Any, **named: Any) -> Iterator[None]:
-        rng = _own()
-        entered = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        with fork(*args, **named), rng if rng and rng not in entered else nullcontext():
-            yield
-
-    torch.random.fork_rng = fork_rng
+    def _set(self, states: Iterable[Tensor]) -> None:
+        for generator, state in zip(self._shared, states, strict=True):
+            generator.set_state(state)
 
 
 def _own() -> ThreadRng | None:
     return getattr(_entered, "rng", None)
 
 
-def _redirect(default: str, *homes: Any) -> None:
-    get, put = homes[0].get_rng_state, homes[0].set_rng_state
+@cache
+def _install() -> None:
+    """Once. Where a thread has states of its own, the functions that get, set or seed the default generator's do so to
+    these; and in backward, around which torch takes the mode away, it is entered again for what draws there."""
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
 
-    def states(where: Sequence[Any]) -> tuple[dict[torch.device, Tensor], torch.device]:
-        device = torch.device(*where or (default,))
-        if str(device) == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
+    @wraps(run)
+    def run_backward(*args: Any, **named: Any) -> Any:
         rng = _own()
-        return rng.states if rng and device in rng.states else {}, device
+        entered = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        with rng if rng and rng not in entered else nullcontext():
+            return run(*args, **named)
 
-    @wraps(get)
-    def get_rng_state(*where: Any, **named: Any) -> Tensor:
-        own, device = states((*where, *named.values()))
-        return own[device].clone() if own else get(*where, **named)
+    autograd._engine_run_backward = run_backward
+    for homes, name, own in (
+        ((torch, torch.random), "get_rng_state", ThreadRng.state),
+        ((torch, torch.random), "set_rng_state", ThreadRng.set_state),
+        ((torch, torch.random), "manual_seed", ThreadRng.seed),
+        ((torch.cuda, torch.cuda.random), "get_rng_state", _refuse),
+    ):
+        _replace(homes, name, own)
 
-    @wraps(put)
-    def set_rng_state(new_state: Tensor, *where: Any, **named: Any) -> None:
-        own, device = states((*where, *named.values()))
-        if own:
-            own[device] = new_state.clone()
-        else:
-            put(new_state, *where, **named)
+
+def _replace(homes: Sequence[Any], name: str, own: Callable[..., Any]) -> None:
+    common = getattr(homes[0], name)
+
+    @wraps(common)
+    def replaced(*args: Any, **named: Any) -> Any:
+        rng = _own()
+        if rng is None or (own is _refuse and not rng.on_gpu):
+            return common(*args, **named)
+        return own(rng, *args, **named)
 
     for home in homes:
-        home.get_rng_state, home.set_rng_state = get_rng_state, set_rng_state
+        setattr(home, name, replaced)
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise ValueError(
+        "activation checkpointing in replicas on GPUs would draw other masks in backward than in forward, since "
+        "autograd computes there in threads of its own; pass preserve_rng_state=False where the segment draws "
+        "nothing, or use another engine"
+    )
 
 
 def seeds(count: int) -> list[int]:
