@@ -110,6 +110,9 @@ def test_a_team_too_large_for_the_jobs_own_codec_is_not_predicted():
     team = seen.team(4, EACH).team
     assert (team.predicted_s, team.predicted_speedup, team.reason) == (None, None, "failed: at most 3 nodes can use it")
     assert answer([seen.alone, team]) == (1, "stay on one machine: of 4 like this one, at most 3 nodes can use it")
+    real = Survey(nodes, lambda _: NetworkModel(1e-4, 12.5e6), real=True)
+    four = real.team(4, SHARED).team
+    assert answer([real.alone, four]) == (1, "stay on one machine: 4 failed: at most 3 nodes can use it")
     refused, other = seen.methods(team)
     assert refused.reason == "refused: at most 3 nodes can use it"
     assert other.reason == "the same updates; the job's own is refused"
