@@ -114,8 +114,12 @@ def test_a_node_that_fails_is_named_with_its_error_and_exit_code_and_the_others_
     assert not list(tmp_path.glob("*.pt"))
 
 
-def test_the_exit_code_of_the_first_to_fail_is_passed_on(sshd, script):
-    path = script("time.sleep(0.5 * (NODE == '0'))\nprint('oh', file=sys.stderr)\nsys.exit(7 + int(NODE))")
+def test_the_exit_code_of_the_first_to_fail_is_passed_on(sshd, script, tmp_path):
+    left = str(tmp_path / "left")
+    path = script(
+        f"while NODE == '0' and not os.path.exists({left!r}):\n    time.sleep(0.1)\n"
+        f"time.sleep(1.5 * (NODE == '0'))\nopen({left!r}, 'w')\nprint('oh', file=sys.stderr)\nsys.exit(7 + int(NODE))"
+    )
     _, errors = finish(begin(sshd, path), code=8)
     assert sorted(errors.splitlines()) == [
         "[one] oh",
