@@ -104,6 +104,7 @@ def zoo(*arguments: str, limit_s: float) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
 
 
+@pytest.mark.dear
 @pytest.mark.timeout(300)
 def test_one_is_trained():
     done = zoo("lora", "--only", "layers", limit_s=250)

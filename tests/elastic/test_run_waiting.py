@@ -145,6 +145,7 @@ def outlive(run, **how):
     return said, [event for event in events if event["event"] in ("regroup", "wait", "waited", "redo")]
 
 
+@pytest.mark.dear
 def test_two_of_three_die_in_one_step_and_it_is_computed_again_once_both_are_back(tmp_path):
     """Story: the survivor ended, and the two restarted nodes found no member. One of them was rank 0."""
     run = Run(tmp_path, ["0:2:backward", "2:2:backward", "sync", "clip"], minimum=3)

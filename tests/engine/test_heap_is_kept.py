@@ -50,6 +50,7 @@ def test_what_a_step_frees_is_there_in_the_next():
     assert int(faults) < 2 * 2048
 
 
+@pytest.mark.dear
 def test_the_users_own_word_counts():
     assert said("plain", MALLOC_TRIM_THRESHOLD_="0") == ["False"]
     assert said("plain", GLIBC_TUNABLES="glibc.malloc.trim_threshold=0") == ["False"]

@@ -180,6 +180,7 @@ with paceline.join(model, optimizers, F.cross_entropy, batch_size=24) as pace:
 """
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("engine", ["processes:2"])
 def test_processes_divide_their_work_and_gather_the_state_of_each(tmp_path, engine):
     (tmp_path / "train.py").write_text(SCRIPT)

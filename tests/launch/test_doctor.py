@@ -237,6 +237,7 @@ def test_an_ssh_client_that_cannot_be_started_is_reported(tmp_path):
     assert all("client cannot be started here: Permission denied" in line for line in in_the_way(found)[:2])
 
 
+@pytest.mark.dear
 @needs_sshd
 def test_an_unknown_interface_is_reported(sshd, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nic7")
@@ -256,6 +257,7 @@ def test_nccl_s_interface_is_used_as_in_a_run():
     assert away == {"meeting": "10.255.255.1", "address": "127.0.0.1"}
 
 
+@pytest.mark.dear
 @needs_sshd
 def test_nccl_s_pattern_is_no_interface_that_is_missing(sshd, monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)

@@ -169,6 +169,7 @@ def num_lives(folder):
     return [len(list(folder.glob(f"life-{node}-*"))) for node in range(3)]
 
 
+@pytest.mark.dear
 def test_another_launcher_finds_the_nodes_and_starts_a_failed_one_again(detached, tmp_path):
     name, call, _ = detached(
         "join()\nif JOINS: touch('end')\nif NODE == 1 and not JOINS: until('go'), touch('dies'), fail_power()\n"
@@ -184,6 +185,7 @@ def test_another_launcher_finds_the_nodes_and_starts_a_failed_one_again(detached
     assert re.search(rf"^{name}  exit code 0 ", call("attach")[0], re.MULTILINE)
 
 
+@pytest.mark.dear
 def test_another_launcher_receives_the_exit_codes_of_the_nodes(detached, tmp_path):
     """One node ended before it started, when no launcher received the exit code."""
     name, _, begin = detached(

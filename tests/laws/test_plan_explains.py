@@ -279,6 +279,7 @@ def test_planning_does_not_import_torch():
     assert json.loads(said.stdout) == []
 
 
+@pytest.mark.dear
 def test_rows_that_fail_do_not_end_the_search(sleeps, monkeypatch):
     """Two rows of three fail at once: the third is still tried, and chosen."""
     made = planner.make(sleeps, budget_s=0.1, rows=["sequential", "threads:4", "processes:2+fused", "threads:2"])

@@ -221,6 +221,7 @@ print("row", row)
 """
 
 
+@pytest.mark.dear
 def test_the_commands_say_what_it_costs_and_train_so(tmp_path):
     (tmp_path / "rows.py").write_text(ROWS)
     own = {**os.environ, "PYTHONPATH": PATH, "XDG_CACHE_HOME": str(tmp_path / "cache")}

@@ -128,6 +128,7 @@ def test_a_run_that_was_killed_is_left_after_a_while(tmp_path):
     assert [event and event["step"] for event in trackers._tail(run, 0.01, 0.05)].count(0) == 1
 
 
+@pytest.mark.dear
 def test_mlflow_gets_what_the_record_has(tmp_path, monkeypatch):
     module("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())

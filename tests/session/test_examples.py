@@ -99,6 +99,7 @@ def test_two_processes(name, two_processes):
     check(name, two_processes[name])
 
 
+@pytest.mark.dear
 def test_residual_goes_on_where_it_was(alone, tmp_path):
     first = alone("residual", "--out", tmp_path, "--epochs", "1", "--bf16")
     assert first.startswith("epoch 1")
