@@ -341,8 +341,11 @@ class Training:
 
 
 def _leave(run: RunState) -> None:
-    """Closes the link at exit; after an error it stays open, so that peers detect a failure."""
-    if not getattr(sys.excepthook, "failed", False):
+    """At exit. After an error peers hear nothing, and see a failure at once: Python may take seconds to end, without
+    a thread that sends heartbeats."""
+    if getattr(sys.excepthook, "failed", False):
+        run.link.abandon()
+    else:
         run.link.close()
 
 

@@ -89,5 +89,8 @@ class MeteredLink(Link):
     def cost(self, operation: str, num_bytes: int) -> CommCost:
         return self.link.cost(operation, num_bytes)
 
+    def abandon(self) -> None:
+        self.link.abandon()
+
     def close(self) -> None:
         self.link.close()
