@@ -90,6 +90,8 @@ def by_trainer(name: str, steps: int, ends: list[float]) -> Any:
 def by_lightning(name: str, steps: int, ends: list[float]) -> Any:
     import lightning as pl
 
+    wrapped: list[Any] = []
+
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -104,6 +106,9 @@ def by_lightning(name: str, steps: int, ends: list[float]) -> Any:
         def on_train_batch_end(self, *_: Any) -> None:
             ends.append(time.perf_counter())
 
+        def on_train_end(self) -> None:
+            wrapped.append(self.trainer.strategy.model)  # Lightning takes it off afterwards
+
     rows = ROWS[name]
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -116,7 +121,7 @@ def by_lightning(name: str, steps: int, ends: list[float]) -> Any:
         enable_model_summary=False,
     )
     trainer.fit(Module(), DataLoader(Rows(name, 2 * rows * steps), batch_size=rows))
-    return trainer.strategy.model
+    return wrapped[0]
 
 
 def main(library: str, name: str, steps: str, out: str) -> None:
