@@ -225,6 +225,11 @@ class Link(LinkTraits, Collectives):
         """A context in which this process waits for others."""
         return self.activity.waiting(what) if self.activity else nullcontext()
 
+    def abandon(self) -> None:
+        """Ends without a message, so that ranks which are still in an operation of this link detect a failure."""
+        if self.detector:
+            self.detector.abandon()
+
     def close(self) -> None:
         pass
 

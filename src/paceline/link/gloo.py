@@ -112,11 +112,6 @@ class Link(transport.Link):
             raise
         return link
 
-    def abandon(self) -> None:
-        """Leaves its groups as they are: threads that wait in them learn from the detector that the link has failed."""
-        if self.detector:
-            self.detector.abandon()
-
     def check_alive(self, peer: int, what: str) -> None:
         """Raises LinkError where that rank is known to have failed."""
         if self.detector and peer in self.detector.dead:

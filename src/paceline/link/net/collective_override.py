@@ -87,6 +87,9 @@ class CollectiveOverride(Link):
         itemsize = next(size for size in (4, 2, 1) if num_bytes % size == 0)
         return self.collective.cost(self.size, num_bytes, itemsize, tuple(self.hosts))
 
+    def abandon(self) -> None:
+        self.link.abandon()
+
     def close(self) -> None:
         self.link.close()
 
