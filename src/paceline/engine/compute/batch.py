@@ -207,6 +207,7 @@ def judged_later(
         if call is None or divisor is None:
             return result, times, times, {}
         if isinstance(divisor, Tensor) and call.function in ZERO_AT_NONE and _is_late(divisor):
+            divisor = divisor.double()  # a factor in float32 would be rounded twice
             return result, divisor, divisor, {}
         divisor = float(divisor)
         return (result, divisor, divisor, {}) if divisor else (call.nothing, 1.0, 0.0, {})

@@ -70,8 +70,7 @@ class Call:
         return None if target is None else target != (IGNORED if ignored is None else ignored)
 
     def divisor(self, elements: bool) -> Tensor | float | None:
-        """The divisor of its mean; None: unknown here, so the number of samples. A tensor, in float64: where it is 0,
-        the mean is 0 / 0 and has a gradient of 0."""
+        """The divisor of its mean; None: unknown here, so the number of samples. A tensor: a number of targets."""
         target, counts = self.classes, self.counts
         if self.reduction != "mean":
             return None
@@ -81,7 +80,7 @@ class Call:
             return float(torch.Size(torch.broadcast_shapes(*shapes)).numel()) if known else None  # type: ignore[no-untyped-call]
         weights = self.options.get("weight")
         if weights is None:
-            return counts.sum(dtype=torch.float64)
+            return counts.sum()
         return float(weights[target.where(counts, 0)].where(counts, 0).sum())
 
     def alike(self, rows: float) -> bool:
