@@ -23,6 +23,8 @@ BENCH = Path(__file__).parents[1] / "bench" / "src"
 STARTING = Path(__file__).parent / "support" / "starting"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(BENCH), str(STARTING), os.environ.get("PYTHONPATH"))))
 
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's own threads wait in a loop as each process starts
+
 _cache = tempfile.TemporaryDirectory(prefix="paceline-test-cache-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
 

@@ -19,7 +19,7 @@ PORT = 29500
 
 
 def begin(cluster, script, *arguments):
-    environment = {"PYTHONPATH": launching.environment()["PYTHONPATH"]}
+    environment = {"PYTHONPATH": launching.paths()}
     command = [sys.executable, str(launching.HERE / "scripts" / script), *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return [cluster.start(node, command, environment=environment, port=PORT, **pipes) for node in range(2)]

@@ -32,7 +32,7 @@ def refused(cluster, one, other):
 
 def begin(cluster, folder, least):
     environment = {
-        "PYTHONPATH": launching.environment()["PYTHONPATH"],
+        "PYTHONPATH": launching.paths(),
         "PACELINE_NODES": f"{least}:{cluster.num_nodes}",
         "PACELINE_WAIT": "3",
     }

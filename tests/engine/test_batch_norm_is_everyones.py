@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import launching
 import ranks
 from device import DEVICE, waits_in_backward
 from nodes import Rank, build, gap, reference, rows
@@ -24,7 +25,6 @@ from paceline.errors import LinkError
 from paceline.link.memory import world
 
 HERE = Path(__file__).parents[1] / "support"
-PATH = os.pathsep.join([str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
 from norms import Normed, batches, optimizer  # noqa: E402
 
 START = (
@@ -136,7 +136,7 @@ def test_processes_equal_one_process(engine, num_nodes, tmp_path, whole):
     command = [sys.executable, "-W", "error", str(HERE / "scripts" / "norms.py"), str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-c", START, engine, str(num_nodes), *command],
-        env={**os.environ, "PYTHONPATH": PATH},
+        env={**os.environ, "PYTHONPATH": launching.paths()},
         capture_output=True,
         text=True,
         timeout=100,

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import launching
 from nodes import build, gap, rows
 
 HERE = Path(__file__).parents[1] / "support"
-PATH = os.pathsep.join([str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
 from states import BATCH, CASES, STEPS  # noqa: E402
 
 START = "import sys; from paceline.launch import local; sys.exit(local.start(sys.argv[2:], sys.argv[1]))"
@@ -28,7 +28,7 @@ def trained(request, tmp_path_factory):
     command = [sys.executable, "-W", "error", str(HERE / "scripts" / "states.py"), str(folder), *CASES, "refusals"]
     done = subprocess.run(
         [sys.executable, "-c", START, request.param, *command],
-        env={**os.environ, "PYTHONPATH": PATH},
+        env={**os.environ, "PYTHONPATH": launching.paths()},
         capture_output=True,
         text=True,
         timeout=100,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import launching
 import paceline
 import ranks
 from device import DEVICE, of_cpus, waits_in_backward
@@ -397,12 +398,9 @@ pace.close()
 def test_processes_on_two_nodes(buffers, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    path = os.pathsep.join(
-        [str(HERE), str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    ).rstrip(os.pathsep)
     done = subprocess.run(
         [sys.executable, "-c", START, "processes:2", "2", sys.executable, str(script), buffers, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": launching.paths()},
         capture_output=True,
         text=True,
         timeout=100,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import launching
 from device import on_the_cpu
 from nodes import MODELS, OPTIMIZERS, Wide, build, gap, reference, rows
 from paceline.engine.node.optimizer_shards import ELEMENTWISE
@@ -21,7 +22,6 @@ from paceline.registry import parse
 pytestmark = pytest.mark.long
 
 HERE = Path(__file__).parents[1] / "support"
-PATH = os.pathsep.join([str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
 START = (
     "import sys; from paceline.launch import local; sys.exit(local.start(sys.argv[3:], sys.argv[1], int(sys.argv[2])))"
 )
@@ -39,7 +39,7 @@ def launch(engine, num_nodes, folder, *cases):
     command = [sys.executable, "-W", "error", str(HERE / "scripts" / "many.py"), str(folder), *cases]
     done = subprocess.run(
         [sys.executable, "-c", START, engine, str(num_nodes), *command],
-        env={**os.environ, "PYTHONPATH": PATH, **on_the_cpu(engine)},
+        env={**os.environ, "PYTHONPATH": launching.paths(), **on_the_cpu(engine)},
         capture_output=True,
         text=True,
         timeout=100,

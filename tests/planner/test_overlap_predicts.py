@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import random
 import re
 import sys
@@ -17,6 +16,7 @@ import pytest
 from rich.console import Console
 from torch.nn import functional as F
 
+import launching
 import ranks
 from cluster import Cluster
 from machines import needs_cluster, needs_tun
@@ -366,8 +366,7 @@ def test_a_replayed_line_takes_what_was_predicted_over_a_real_wire(rate, delay_m
     mine = write_timeline(tmp_path / "line.json")
     with Cluster(2, rate, delay_ms) as cluster:
         command = [sys.executable, str(HERE / "scripts" / "replayed.py"), str(tmp_path), str(STEPS)]
-        path = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        nodes = [cluster.start(n, command, {"PYTHONPATH": path}, cwd=tmp_path) for n in range(2)]
+        nodes = [cluster.start(n, command, {"PYTHONPATH": launching.paths()}, cwd=tmp_path) for n in range(2)]
         assert [node.wait(100) for node in nodes] == [0, 0]
     said = json.loads((tmp_path / "said.json").read_text())
     wires = NetworkMeasurement.of(said["wires"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import launching
 import paceline
 from paceline import registry
 from paceline.codec import topk
@@ -99,7 +100,7 @@ def test_what_is_no_method_is_told_at_join(stranger, given, said):
 @pytest.mark.dear
 def test_a_package_adds_methods_by_entry_points(stranger, tmp_path):
     """Listed with its sentence, hinted at after a typing error, trained with; a broken one is not listed."""
-    environment = {**os.environ, "PYTHONPATH": str(stranger)}
+    environment = {**os.environ, "PYTHONPATH": launching.paths(stranger)}
 
     def call(*words, code=0):
         command = [sys.executable, *words]

@@ -33,8 +33,13 @@ def command(script: str, *arguments: Any, engine: str, num_nodes: int = 1, stric
     return [sys.executable, "-c", START, engine, str(num_nodes), *run]
 
 
+def paths(*first: Any) -> str:
+    """For PYTHONPATH: with what the tests' own processes start with."""
+    return os.pathsep.join(filter(None, (*map(str, first), PATH, os.environ.get("PYTHONPATH"))))
+
+
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{PATH}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **more}
+    return {**os.environ, "PYTHONPATH": paths(), **more}
 
 
 def unedited(command: Sequence[Any], folder: Path, **more: str) -> str:

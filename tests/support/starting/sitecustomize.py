@@ -3,6 +3,7 @@
 No garbage is collected while torch is imported, nor once more at the end of the process. Torch imports its
 compiler at the first step of an optimizer, to leave it out of compiled graphs: while nobody has imported the compiler,
 there are none. Only it and sharded tensors need the shapes of all operations in Python, which torch imports as well.
+Torch also reads its own source for the line that defines an operator, of which only the number is kept.
 """
 
 import atexit
@@ -10,6 +11,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import inspect
 import sys
 import types
 
@@ -63,6 +65,7 @@ def quickly(module):
     enabled = gc.isenabled()
     gc.disable()
     sys.modules[SHAPES] = types.ModuleType(SHAPES)
+    with_source, inspect.getframeinfo = inspect.getframeinfo, functools.partial(inspect.getframeinfo, context=0)
     try:
         yield
         module._C._set_generator_metaclass(
@@ -70,6 +73,7 @@ def quickly(module):
         )  # as they would
     finally:
         sys.modules.pop(SHAPES, None)
+        inspect.getframeinfo = with_source
         gc.freeze()
         if enabled:
             gc.enable()

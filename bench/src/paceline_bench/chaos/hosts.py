@@ -98,7 +98,7 @@ class Machines:
 
     def _write_node(self, node: int, nodes: Sequence[int]) -> None:
         own = self.cluster.address(node)
-        path = os.pathsep.join(map(str, (*SOURCES, *self.path)))
+        path = os.pathsep.join(filter(None, (*SOURCES, *map(str, self.path), os.environ.get("PYTHONPATH"))))
         (self.folder / "authorized").write_text((self.folder / "user.pub").read_text())
         (self.folder / f"sshd{node}").write_text(
             f"Port 22\nListenAddress {own}\nHostKey {self.folder}/host\nPidFile none\nUsePAM no\n"
