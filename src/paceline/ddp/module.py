@@ -28,6 +28,8 @@ from paceline.report.log import log
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
+BUCKET_BYTES = 2 << 20  # 17 ms at 1 Gbit/s: many round trips of a local network, and little is left after backward
+
 
 class _InPlace(type(Base)):  # type: ignore[misc]
     """Whoever asks for torch's class by its name is given ours, and asks of instances that were made before, too."""
@@ -45,6 +47,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
     _theirs: tuple[Any, Callable[..., Any]] | None = None
     _stopwatch: stopwatch.Stopwatch | None = None
     _fused: fused.Fused | None = None
+    _small_buckets = False
 
     def __init__(self, module: nn.Module, *arguments: Any, **options: Any):
         kept = fused.wanted(module, _compiled(module))
@@ -64,6 +67,19 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         if self._stopwatch and torch.is_grad_enabled():
             self._stopwatch.forward((*inputs, *options.values()), self.require_backward_grad_sync)
         return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]
+
+    def _ddp_init_helper(self, *arguments: Any, **options: Any) -> None:
+        """Makes torch's reducer: the cap of its buckets counts from the second backward pass on."""
+        usual = self.bucket_bytes_cap
+        default = getattr(self, "bucket_bytes_cap_default", False) and not getattr(self, "bucket_bytes_cap_list", None)
+        self._small_buckets = (
+            default and not getattr(self, "_comm_hooks", None) and _leaves_early(self.module, self.process_group)
+        )
+        self.bucket_bytes_cap = BUCKET_BYTES if self._small_buckets else usual
+        try:
+            super()._ddp_init_helper(*arguments, **options)  # type: ignore[no-untyped-call]
+        finally:
+            self.bucket_bytes_cap = usual  # by which torch's compiler cuts graphs
 
     def _made(self, module: nn.Module) -> BucketSums | None:
         """None where torch's own sums are as good, or are needed. Every rank comes here; each may know a reason."""
@@ -99,6 +115,16 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         self.logger._set_comm_hook_name(hook.__qualname__)  # type: ignore[union-attr]
         self._comm_hooks.append((hook, state))
         self._theirs = state, hook
+        if self._small_buckets:  # a hook may depend on their size
+            self._remake_reducer(self._sums)
+
+    def _remake_reducer(self, sums: BucketSums) -> None:
+        parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+        self._ddp_init_helper(parameters, sparse, names, self.static_graph)
+        if self.static_graph:
+            self.reducer._set_static_graph()
+        _install(self, sums)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """C++ of torch's, by what is the same in Python where our hook is registered already."""
@@ -178,6 +204,17 @@ def _compiling() -> bool:
     """Whether this wrapper itself is compiled: hooks would be traced."""
     eval_frame = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     return bool(eval_frame and eval_frame.get_eval_frame_callback())
+
+
+def _leaves_early(module: nn.Module, group: Any) -> bool:
+    """Whether there are factors and, beside them, gradients of several small buckets."""
+    if dist.get_backend(group) != "gloo" or (size := dist.get_world_size(group)) == 1:
+        return False
+    if os.environ.get(import_hook.VARIABLE) == import_hook.TORCHS or _compiled(module) or _sparse(module):
+        return False
+    factors = Factors(module, size).of
+    others = sum(each.nbytes for each in module.parameters() if each.requires_grad and id(each) not in factors)
+    return bool(factors) and others > BUCKET_BYTES
 
 
 def _sparse(module: nn.Module) -> bool:

@@ -23,10 +23,12 @@ from torch.nn.parallel.distributed import DistributedDataParallel as Theirs
 from torch.utils.checkpoint import checkpoint
 
 from paceline.ddp import exchange
+from paceline.ddp import module as ours_module
 from paceline.ddp.module import DistributedDataParallel as Ours
 
 STEPS, IN, OUT = 10, 300, 5
 exchange.Trial.next = lambda self: True  # from the first step on, whatever is faster here
+ours_module.BUCKET_BYTES = 1 << 11
 
 
 class Net(nn.Module):
@@ -146,6 +148,10 @@ CASES = {
 }
 
 
+def buckets(module):
+    return module._get_ddp_logging_data().get("rebuilt_bucket_sizes", "").count(",") + 1
+
+
 def gap(ours, theirs):
     pairs = zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
     return max(float((a - b).double().norm() / b.double().norm().clamp_min(1e-30)) for a, b in pairs)
@@ -174,6 +180,7 @@ def main(folder):
             "factored": sum(trial.steps[True] for trial in sums.trials.values()) if sums else None,
             "same dice": bool(alike[0]),
             "bit-equal": bool(alike[1]),
+            "buckets": [buckets(ours), buckets(theirs)],
             "keys": list(ours.state_dict()) == list(theirs.state_dict()),
             "copies": 0.0
             if options.keys() & {"compiled", "hook", "traced"} or name == "own group"
