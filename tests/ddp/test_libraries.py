@@ -19,7 +19,7 @@ STARTS = {"trainer": (*RUN, "--plan", "processes:2"), "accelerate": (*RUN, "--pl
 BATCHES = {"trainer": 12, "lightning": 20}  # that its callbacks have seen: of both ranks, of one
 EVALUATED = {"trainer": 11, "accelerate": 11, "lightning": 12}
 
-pytestmark = pytest.mark.dear
+pytestmark = [pytest.mark.dear, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from launching import unedited
 from machines import Machines, needs_machines
 from paceline.launch.local import free_port
 
-pytestmark = pytest.mark.dear
+pytestmark = [pytest.mark.dear, pytest.mark.long]
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = "from-lightning.md", "from-trainer.md", "from-accelerate.md"
 HOSTS = "hostA,hostB"

@@ -16,6 +16,7 @@ from paceline.cli.prepare import span
 from paceline.data import sampler
 from paceline.report.record import read
 
+pytestmark = pytest.mark.long
 START = (
     "import sys; from paceline.launch import local;"
     "sys.exit(local.start(sys.argv[4:], sys.argv[1], int(sys.argv[2]), min_nodes=int(sys.argv[3])))"

@@ -14,7 +14,7 @@ from cluster import Cluster
 from machines import do, needs_cluster
 from paceline.launch.signals import RESUME_CODE
 
-pytestmark = needs_cluster
+pytestmark = [needs_cluster, pytest.mark.long]
 COUNT = 120
 TOLD = "the larger part of a run continues"
 

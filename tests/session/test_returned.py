@@ -18,6 +18,7 @@ from paceline.report.page import summary as used_
 from paceline.report.page.run import load
 from paceline.report.record import read
 
+pytestmark = pytest.mark.long
 START = (
     "import sys; from paceline.launch import local;"
     "sys.exit(local.start(sys.argv[4:], sys.argv[1], int(sys.argv[2]), min_nodes=int(sys.argv[3]), returns=3))"
