@@ -28,9 +28,10 @@ from paceline.messages import ExchangeTraffic
 from paceline.planner import plan_cache, planner
 from paceline.planner.candidates import BF16_FLAGS, RUNTIME_BYTES, JobFacts, fits, fits_timed, fitting_rows, split
 from paceline.planner.cost_model import CALL_S, MESSAGES, PROCESS_SYNC_S, STEP_S, THREAD_SYNC_S, predicted_s
-from paceline.planner.measure import methods, profiler, update_timing
+from paceline.planner.measure import methods, profile, profiler, update_timing
 from paceline.planner.measure import profile_job as looking
 from paceline.planner.measure.forked_copies import ForkedCopies
+from paceline.planner.measure.fresh_process import ProcessResult
 from paceline.planner.measure.layers import LayerTimer, first_samples
 from paceline.planner.measure.profile import Profile, Setting, record_step_models, run_profile
 from paceline.planner.measure.profiler import COPY_BYTES, PINGS, ProfiledStep, _Profiler, _record_timelines
@@ -244,10 +245,20 @@ def test_what_is_timed_fits_into_the_memory():
     assert fits_timed(2, 8, facts, larger)
     assert not fits_timed(2, 9, facts, larger)
     _, base = examination._base(False, 12)
-    assert base.rows == 4
+    assert base.rows == 3  # each layer's input twice, where its own function keeps none, a forward, and its gradients
     assert fits("sequential", dataclasses.replace(facts, device="cuda"), machine), (
         "nobody knows what a GPU's memory holds"
     )
+
+
+@pytest.mark.parametrize("code", [137, -9])
+def test_a_profile_that_is_killed_leaves_the_trials(code, monkeypatch):
+    killed = ProcessResult(code, f"exit code {code}: killed, as where memory runs out")
+    monkeypatch.setattr(profile, "_request", lambda *_: ("", killed))
+    assert run_profile(["train.py"], "exact", 1.0, survey()) == (None, killed.last_line)
+    monkeypatch.setattr(profile, "_request", lambda *_: ("", ProcessResult(1, "no such file")))
+    with pytest.raises(ValueError, match="no candidate could be run: no such file"):
+        run_profile(["train.py"], "exact", 1.0, survey())
 
 
 class Gated(nn.Module):

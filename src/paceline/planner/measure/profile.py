@@ -103,6 +103,8 @@ def run_profile(command: Sequence[str], level: str, budget_s: float, machine: Ma
     answer, result = _request(command, BASELINE, budget_s, {"OMP_NUM_THREADS": "1"}, request)
     if answer:
         return Profile.of(answer), ""
+    if result.code in fresh_process.KILLED:  # as where memory runs out: another candidate may need less
+        return None, result.last_line
     if result.code:
         raise ValueError(f"no candidate could be run: {result.last_line}")
     if result.code is None:
