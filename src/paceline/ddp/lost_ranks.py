@@ -26,6 +26,7 @@ import torch
 import torch.distributed
 
 from paceline.link.net import keepalive
+from paceline.link.net.works import QUIET_S
 from paceline.report.log import log
 
 BEAT_S, STORE_S = 1.0, 3.0
@@ -51,6 +52,7 @@ class LostRanks:
     def start(self) -> None:
         self._thread.start()
         atexit.register(self.stop)
+        atexit.register(time.sleep, QUIET_S)  # otherwise they may abort a process that has done all
         Finalize(None, self.stop, exitpriority=0)  # a child of multiprocessing's runs no exit handlers
         before = sys.excepthook
 

@@ -29,7 +29,7 @@ from paceline.link.net.keepalive import SILENT_S, shut_after, watched
 from paceline.link.net.rendezvous import introduce, join
 from paceline.link.net.route import REACH_S, Member
 from paceline.link.net.store_client import StoreClient
-from paceline.link.net.works import TIMEOUT_S, All, Done, Patient, Promise, first_line, loss, outlive
+from paceline.link.net.works import QUIET_S, TIMEOUT_S, All, Done, Patient, Promise, first_line, loss, outlive
 from paceline.messages import CommCost
 from paceline.transport import Detect, FailureDetector, Waits
 
@@ -40,7 +40,6 @@ CHUNK_BYTES = 1 << 19  # of a gather: larger ones, sent in both directions at on
 POLL_S = 0.5
 RECONNECT_S = 2.5  # in which ranks must reach each other after a failure: TCP retransmits a lost SYN after 1 s
 LEFT_S = 30.0  # in which all that a peer sent before it left has arrived
-QUIET_S = 0.05  # in which gloo's threads release the last tensors, for which they need the GIL
 
 
 class Link(transport.Link):

@@ -11,6 +11,7 @@ from typing import Any
 from paceline import transport
 from paceline.errors import LinkError
 
+QUIET_S = 0.05  # in which gloo's threads release the last tensors, for which they need the GIL
 TIMEOUT_S = 1800.0  # the heartbeat detects a failed peer long before this
 
 
