@@ -98,7 +98,7 @@ def test_what_torch_sums_has_torchs_bits(said, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_buckets_leave_early_where_neither_a_script_nor_its_hook_says_how_large_they_are(said, case):
+def test_buckets_are_small_unless_the_script_or_its_hook_decides(said, case):
     ours, theirs = said[case]["buckets"]
     own = case in ("small buckets", "traced", "compiled") or "hook" in case
     unbuilt = case.startswith("unused")  # torch does not build them again where it looks for unused parameters

@@ -12,6 +12,20 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "support" / "scripts" / "torchs_own_ddp_tests.py"
+ON_CPUS = (
+    "test_DistributedDataParallelCPU",
+    "test_DistributedDataParallelCPU_grad_is_view",
+    "test_DistributedDataParallel_requires_grad",
+    "test_accumulate_gradients_no_sync",
+    "test_accumulate_gradients_no_sync_allreduce_hook",
+    "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
+    "test_accumulate_gradients_no_sync_grad_is_view",
+    "test_ddp_create_graph",
+    "test_ddp_logging_data_cpu",
+    "test_dump_DDP_relevant_env_vars",
+    "test_grads_same_across_ranks_with_no_sync",
+    "test_static_graph_api_cpu",
+)
 # for a GPU, or because of a defect of torch's own
 REASONS = (
     r"CUDA is not available\.|Need at least \d CUDA devices|.*https://github\.com/pytorch/.*|Skipped due to flakiness"
@@ -26,6 +40,6 @@ def test_torchs_own_tests_pass(tmp_path):
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["class"] == "paceline.ddp.module"
-    assert said["passed"] == re.findall(r'^    "(test_\w+)",$', SCRIPT.read_text(), re.MULTILINE)
+    assert tuple(said["passed"]) == ON_CPUS
     assert len(said["skipped"]) > 50
     assert all(re.fullmatch(REASONS, reason) for reason in said["skipped"].values()), said["skipped"]

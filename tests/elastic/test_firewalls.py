@@ -19,7 +19,7 @@ PORT = 29500
 
 
 def begin(cluster, script, *arguments):
-    environment = {"PYTHONPATH": launching.paths()}
+    environment = {"PYTHONPATH": launching.python_path()}
     command = [sys.executable, str(launching.HERE / "scripts" / script), *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return [cluster.start(node, command, environment=environment, port=PORT, **pipes) for node in range(2)]

@@ -32,7 +32,7 @@ def refused(cluster, one, other):
 
 def begin(cluster, folder, least):
     environment = {
-        "PYTHONPATH": launching.paths(),
+        "PYTHONPATH": launching.python_path(),
         "PACELINE_NODES": f"{least}:{cluster.num_nodes}",
         "PACELINE_WAIT": "3",
     }

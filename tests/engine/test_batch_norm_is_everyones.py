@@ -136,7 +136,7 @@ def test_processes_equal_one_process(engine, num_nodes, tmp_path, whole):
     command = [sys.executable, "-W", "error", str(HERE / "scripts" / "norms.py"), str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-c", START, engine, str(num_nodes), *command],
-        env={**os.environ, "PYTHONPATH": launching.paths()},
+        env={**os.environ, "PYTHONPATH": launching.python_path()},
         capture_output=True,
         text=True,
         timeout=100,

@@ -28,7 +28,7 @@ def trained(request, tmp_path_factory):
     command = [sys.executable, "-W", "error", str(HERE / "scripts" / "states.py"), str(folder), *CASES, "refusals"]
     done = subprocess.run(
         [sys.executable, "-c", START, request.param, *command],
-        env={**os.environ, "PYTHONPATH": launching.paths()},
+        env={**os.environ, "PYTHONPATH": launching.python_path()},
         capture_output=True,
         text=True,
         timeout=100,

@@ -400,7 +400,7 @@ def test_processes_on_two_nodes(buffers, tmp_path):
     script.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "-c", START, "processes:2", "2", sys.executable, str(script), buffers, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": launching.paths()},
+        env={**os.environ, "PYTHONPATH": launching.python_path()},
         capture_output=True,
         text=True,
         timeout=100,

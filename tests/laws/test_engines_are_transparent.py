@@ -39,7 +39,7 @@ def launch(engine, num_nodes, folder, *cases):
     command = [sys.executable, "-W", "error", str(HERE / "scripts" / "many.py"), str(folder), *cases]
     done = subprocess.run(
         [sys.executable, "-c", START, engine, str(num_nodes), *command],
-        env={**os.environ, "PYTHONPATH": launching.paths(), **on_the_cpu(engine)},
+        env={**os.environ, "PYTHONPATH": launching.python_path(), **on_the_cpu(engine)},
         capture_output=True,
         text=True,
         timeout=100,

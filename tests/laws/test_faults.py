@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster import Cluster
-from launching import environment, paths
+from launching import environment, python_path
 from machines import needs_cluster
 from paceline.elastic.failure_detector import LIMIT_S
 from waiting import OwnTime
@@ -161,7 +161,7 @@ def test_every_surviving_node_ends_within_ten_seconds_and_says_whom_it_lost(how,
     victim = int(how[-1])
     with Cluster(3) as cluster:
         command = [sys.executable, ENDLESS, str(tmp_path)]
-        said = {"PYTHONPATH": paths(), "PACELINE_ENGINE": "sequential"}
+        said = {"PYTHONPATH": python_path(), "PACELINE_ENGINE": "sequential"}
         said |= {"PACELINE_LINK": link, "PACELINE_SECRET": "of this test"}
         nodes = [cluster.start(n, command, said, stderr=subprocess.PIPE, text=True) for n in range(3)]
         pids = wait_for([tmp_path / f"{n}.0" for n in range(3)], nodes[0])
@@ -189,7 +189,7 @@ def test_two_that_do_not_reach_each_other_any_more_are_told_though_rank_0_hears_
     """What they send goes to a card that nobody has; heartbeats go on."""
     with Cluster(3) as cluster:
         command = [sys.executable, ENDLESS, str(tmp_path)]
-        where = {"PYTHONPATH": paths(), "PACELINE_ENGINE": "sequential", "PACELINE_SECRET": "of this test"}
+        where = {"PYTHONPATH": python_path(), "PACELINE_ENGINE": "sequential", "PACELINE_SECRET": "of this test"}
         nodes = [cluster.start(n, command, where, stderr=subprocess.PIPE, text=True) for n in range(3)]
         pids = wait_for([tmp_path / f"{n}.0" for n in range(3)], nodes[0])
         clocks = [OwnTime(pid) for pid in pids]

@@ -274,7 +274,7 @@ def test_without_a_methods_own_files_nothing_else_is_missing(tmp_path):
                 (package / FOLDERS[room] / f"{file}.py").unlink()
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", IMPORT_ALL],
-        env={**os.environ, "PYTHONPATH": launching.paths(tmp_path)},
+        env={**os.environ, "PYTHONPATH": launching.python_path(tmp_path)},
         capture_output=True,
         text=True,
         timeout=100,

@@ -183,7 +183,7 @@ def test_one_and_two_nodes_over_gloo_have_the_same_bits(tmp_path):
         script = [str(HERE / "scripts" / "reproduced.py"), str(tmp_path / f"{num_nodes}.safetensors")]
         done = subprocess.run(
             [sys.executable, "-c", START, "threads:1", str(num_nodes), sys.executable, "-W", "error", *script],
-            env={**os.environ, "PYTHONPATH": launching.paths()},
+            env={**os.environ, "PYTHONPATH": launching.python_path()},
             capture_output=True,
             text=True,
             timeout=100,
@@ -225,7 +225,7 @@ print("row", row)
 @pytest.mark.dear
 def test_the_commands_say_what_it_costs_and_train_so(tmp_path):
     (tmp_path / "rows.py").write_text(ROWS)
-    own = {**os.environ, "PYTHONPATH": launching.paths(), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    own = {**os.environ, "PYTHONPATH": launching.python_path(), "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
     def paceline(*words):
         command = [sys.executable, "-m", "paceline", *words, "rows.py"]

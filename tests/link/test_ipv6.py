@@ -73,7 +73,7 @@ def trained(processes, folder):
 @needs_cluster
 def test_two_machines_train_over_it(tmp_path):
     (tmp_path / "enough").touch()
-    where = {"MASTER_ADDR": "fd77::1", "GLOO_SOCKET_IFNAME": "", "PYTHONPATH": launching.paths()}
+    where = {"MASTER_ADDR": "fd77::1", "GLOO_SOCKET_IFNAME": "", "PYTHONPATH": launching.python_path()}
     with Cluster(2) as cluster:
         for node in range(2):
             words = ["addr", "add", f"fd77::{node + 1}/64", "dev", "e0", "nodad"]

@@ -195,7 +195,7 @@ def test_torchrun_with_two_processes_per_node_trains_to_the_bits_of_such_nodes_h
 
 def said_in_a_cluster(cluster, folder, environments):
     command = [sys.executable, SCRIPT, str(folder)]
-    where = {"PYTHONPATH": launching.paths()}
+    where = {"PYTHONPATH": launching.python_path()}
     nodes = [
         cluster.start(node, command, environment={**where, **more}, stderr=subprocess.PIPE, text=True)
         for node, more in enumerate(environments)

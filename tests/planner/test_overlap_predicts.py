@@ -366,7 +366,7 @@ def test_a_replayed_line_takes_what_was_predicted_over_a_real_wire(rate, delay_m
     mine = write_timeline(tmp_path / "line.json")
     with Cluster(2, rate, delay_ms) as cluster:
         command = [sys.executable, str(HERE / "scripts" / "replayed.py"), str(tmp_path), str(STEPS)]
-        nodes = [cluster.start(n, command, {"PYTHONPATH": launching.paths()}, cwd=tmp_path) for n in range(2)]
+        nodes = [cluster.start(n, command, {"PYTHONPATH": launching.python_path()}, cwd=tmp_path) for n in range(2)]
         assert [node.wait(100) for node in nodes] == [0, 0]
     said = json.loads((tmp_path / "said.json").read_text())
     wires = NetworkMeasurement.of(said["wires"])

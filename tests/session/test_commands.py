@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from cluster import Cluster
-from launching import paths
+from launching import python_path
 from machines import needs_cluster
 from paceline import registry
 from paceline.cli import prepare
@@ -30,7 +30,7 @@ OWN_LOOP = str(HERE.parents[1] / "examples" / "own_loop.py")
 def paceline(*words, code=0, cwd=None, limit_s=100, **environment):
     done = subprocess.run(
         [sys.executable, "-m", "paceline", *map(str, words)],
-        env={**os.environ, "PYTHONPATH": paths(), **environment},
+        env={**os.environ, "PYTHONPATH": python_path(), **environment},
         capture_output=True,
         text=True,
         cwd=cwd,
@@ -157,7 +157,7 @@ def test_bytes_on_the_wire_are_those_declared(tmp_path):
             cluster.start(
                 n,
                 command,
-                {"PYTHONPATH": paths(HERE.parents[1] / "benchmarks"), "PACELINE_ENGINE": "sequential"},
+                {"PYTHONPATH": python_path(HERE.parents[1] / "benchmarks"), "PACELINE_ENGINE": "sequential"},
             )
             for n in range(2)
         ]

@@ -100,7 +100,7 @@ def test_what_is_no_method_is_told_at_join(stranger, given, said):
 @pytest.mark.dear
 def test_a_package_adds_methods_by_entry_points(stranger, tmp_path):
     """Listed with its sentence, hinted at after a typing error, trained with; a broken one is not listed."""
-    environment = {**os.environ, "PYTHONPATH": launching.paths(stranger)}
+    environment = {**os.environ, "PYTHONPATH": launching.python_path(stranger)}
 
     def call(*words, code=0):
         command = [sys.executable, *words]

@@ -33,13 +33,13 @@ def command(script: str, *arguments: Any, engine: str, num_nodes: int = 1, stric
     return [sys.executable, "-c", START, engine, str(num_nodes), *run]
 
 
-def paths(*first: Any) -> str:
+def python_path(*first: Any) -> str:
     """For PYTHONPATH: with what the tests' own processes start with."""
     return os.pathsep.join(filter(None, (*map(str, first), PATH, os.environ.get("PYTHONPATH"))))
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": paths(), **more}
+    return {**os.environ, "PYTHONPATH": python_path(), **more}
 
 
 def unedited(command: Sequence[Any], folder: Path, **more: str) -> str:

@@ -63,7 +63,7 @@ class Sshd:
         (self.folder / "wrong").write_text(f"paceline-test {' '.join(other)}\n")
         hung = f'command="exec cat > /dev/null" {(self.folder / "hung.pub").read_text()}'  # it ends with its line
         (self.folder / "authorized").write_text((self.folder / "user.pub").read_text() + hung)
-        path = launching.paths(Path(paceline.__file__).parents[1])
+        path = launching.python_path(Path(paceline.__file__).parents[1])
         (self.folder / "sshd_config").write_text(
             f"Port {self.port}\nPort {self._asking}\nPort {self._either}\nListenAddress 127.0.0.1\nListenAddress ::1\n"
             f"HostKey {self.folder}/host\nPidFile none\nUsePAM no\n"

@@ -52,7 +52,7 @@ class LostRanks:
     def start(self) -> None:
         self._thread.start()
         atexit.register(self.stop)
-        atexit.register(time.sleep, QUIET_S)  # otherwise they may abort a process that has done all
+        atexit.register(time.sleep, QUIET_S)  # gloo's threads may abort it otherwise
         Finalize(None, self.stop, exitpriority=0)  # a child of multiprocessing's runs no exit handlers
         before = sys.excepthook
 

@@ -73,7 +73,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         usual = self.bucket_bytes_cap
         default = getattr(self, "bucket_bytes_cap_default", False) and not getattr(self, "bucket_bytes_cap_list", None)
         self._small_buckets = (
-            default and not getattr(self, "_comm_hooks", None) and _leaves_early(self.module, self.process_group)
+            default and not getattr(self, "_comm_hooks", None) and _small_buckets_pay(self.module, self.process_group)
         )
         self.bucket_bytes_cap = BUCKET_BYTES if self._small_buckets else usual
         try:
@@ -101,8 +101,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
     def _left_to_torch(self, module: nn.Module) -> bool:
         if self._fused or self._delay_all_reduce_all_params or self._use_python_reducer or self._comm_hooks:
             return True
-        asked = os.environ.get(import_hook.VARIABLE) == import_hook.TORCHS
-        return asked or _compiled(module) or _sparse(module)
+        return _without_factors(module)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         fused.refuse_hooks(self._fused)
@@ -194,6 +193,11 @@ def _install(module: DistributedDataParallel, sums: BucketSums) -> None:
     dist._register_comm_hook(module.reducer, None, paceline_hook)
 
 
+def _without_factors(module: nn.Module) -> bool:
+    asked = os.environ.get(import_hook.VARIABLE) == import_hook.TORCHS
+    return asked or _compiled(module) or _sparse(module)
+
+
 def _compiled(module: nn.Module) -> bool:
     return any(
         each._compiled_call_impl is not None or type(each).__name__ == "OptimizedModule" for each in module.modules()
@@ -206,11 +210,10 @@ def _compiling() -> bool:
     return bool(eval_frame and eval_frame.get_eval_frame_callback())
 
 
-def _leaves_early(module: nn.Module, group: Any) -> bool:
-    """Whether there are factors and, beside them, gradients of several small buckets."""
-    if dist.get_backend(group) != "gloo" or (size := dist.get_world_size(group)) == 1:
-        return False
-    if os.environ.get(import_hook.VARIABLE) == import_hook.TORCHS or _compiled(module) or _sparse(module):
+def _small_buckets_pay(module: nn.Module, group: Any) -> bool:
+    """Whether there are factors and, beside them, gradients of several small buckets: their sums overlap backward."""
+    size = dist.get_world_size(group)
+    if dist.get_backend(group) != "gloo" or size == 1 or _without_factors(module):
         return False
     factors = Factors(module, size).of
     others = sum(each.nbytes for each in module.parameters() if each.requires_grad and id(each) not in factors)

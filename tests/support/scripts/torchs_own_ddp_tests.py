@@ -2,8 +2,7 @@
 
     python -m paceline.ddp torchs_own_ddp_tests.py
 
-`ON_CPUS` are those that torch does not skip on a machine without a GPU. The last line is a JSON object: which class it
-was, which tests passed, and for each of the others torch's own reason to skip it.
+The last line is a JSON object: which class it was, which tests passed, and torch's reason to skip each of the others.
 """
 
 from __future__ import annotations
@@ -16,20 +15,6 @@ import sys
 import tempfile
 import unittest
 
-ON_CPUS = (
-    "test_DistributedDataParallelCPU",
-    "test_DistributedDataParallelCPU_grad_is_view",
-    "test_DistributedDataParallel_requires_grad",
-    "test_accumulate_gradients_no_sync",
-    "test_accumulate_gradients_no_sync_allreduce_hook",
-    "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
-    "test_accumulate_gradients_no_sync_grad_is_view",
-    "test_ddp_create_graph",
-    "test_ddp_logging_data_cpu",
-    "test_dump_DDP_relevant_env_vars",
-    "test_grads_same_across_ranks_with_no_sync",
-    "test_static_graph_api_cpu",
-)
 for name, value in {"BACKEND": "gloo", "WORLD_SIZE": "2", "TEMP_DIR": tempfile.mkdtemp()}.items():
     os.environ.setdefault(name, value)
 

@@ -299,7 +299,8 @@ class _Profiler:
         few_rows = self.job.few(self.rows // 8, self.rows)
         self._step(few_rows, factors)
         about_s = self._step(few_rows, factors) * self.rows / few_rows
-        most = max(1, most // 4) if most < self.rows else most  # every input of a layer is kept, beside a whole forward
+        # beside a forward and its gradients all layers' inputs are kept: up to twice what a forward keeps
+        most = max(1, most // 4) if most < self.rows else most
         small = self.rows <= most and (about_s < self.budget_s / 15 or self.rows < 8)
         whole = small or not self.job.cuts
         rows = self.rows if whole else self.job.few(min(most, self.rows // 4), self.rows)
