@@ -15,7 +15,7 @@ import inspect
 import sys
 import types
 
-COMPILER, SHAPES = "torch._dynamo", "torch._meta_registrations"
+COMPILER, SHAPES, DECOMPOSITIONS = "torch._dynamo", "torch._meta_registrations", "torch._decomp"
 
 
 def disable_if_there(disable):
@@ -94,11 +94,28 @@ AROUND = {
 }
 
 
+class There:
+    """Loads a module that has been imported meanwhile."""
+
+    @staticmethod
+    def create_module(spec):
+        return sys.modules[spec.name]
+
+    @staticmethod
+    def exec_module(module):
+        pass
+
+
 class Finder:
     """What is done around the import of a module."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
+        if name == DECOMPOSITIONS and SHAPES not in sys.modules:
+            importlib.import_module(SHAPES)  # which imports it: the other way around their imports are circular
+            spec = sys.modules[name].__spec__
+            spec.loader = There
+            return spec
         if name not in AROUND:
             return None
         others = (finder for finder in sys.meta_path if finder is not Finder and hasattr(finder, "find_spec"))
