@@ -228,7 +228,9 @@ def test_batch_statistics_are_those_of_micro_batches():
     assert same(want, train(lambda: pipeline.Engine(2, 4), model)[0][0])
 
 
-def test_stages_do_compute_at_once_and_in_the_order_of_the_schedule():
+@pytest.mark.parametrize("micros", [1, 4])
+def test_stages_do_compute_in_the_order_of_the_schedule(micros):
+    """A single micro-batch is plain model parallelism."""
     begun = []
 
     class Seen(Plain):
@@ -236,12 +238,12 @@ def test_stages_do_compute_at_once_and_in_the_order_of_the_schedule():
             begun.append(len(x))
             return super().forward(x)
 
-    made = pipeline.Engine(2, 4, "1f1b", "second")
+    made = pipeline.Engine(2, micros, "1f1b", "second")
     rank = ranks.run(1, lambda link: Rank(link, build(Seen), engine=made))[0]
     rank.train(DATA)
-    assert begun == [6] * 4 * len(DATA)
-    seconds = made.backward.seconds
-    assert set(seconds) == {(s, Pass(kind, m)) for s in range(2) for kind in (FORWARD, BACKWARD) for m in range(4)}
+    assert begun == [BATCH // micros] * micros * len(DATA)
+    passes = {Pass(kind, micro) for kind in (FORWARD, BACKWARD) for micro in range(micros)}
+    assert set(made.backward.seconds) == {(stage, each) for stage in range(2) for each in passes}
     made.close()
 
 

@@ -179,7 +179,7 @@ class Pipelined(Backward):
             self._hooks.append(hook)
 
     def run(self, forms: Sequence[str], offer: Callable[[Gradient], None], *computes: Compute) -> State:
-        if len(computes) < 2:
+        if not computes:
             return super().run(forms, offer, *computes)
         if not self.cuts:
             return self._timed(forms, offer, *computes)
