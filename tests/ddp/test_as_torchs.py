@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from paceline.ddp import exchange
+from paceline.ddp import exchange, lane
 from paceline.ddp.factors import Factors
 from paceline.launch.local import free_port
 
@@ -39,6 +40,8 @@ CASES = (
     ),
     *("PowerSGD hook", "ZeRO", "float32", "autocast", "traced", "compiled", "compiled whole"),
 )
+
+PACKED = ("plain", "accumulated", "joined", "joined, mean of those left", "unused here", "small buckets", "float32")
 
 
 def ranks(folder, *words, size=2, limit_s=240):
@@ -104,6 +107,23 @@ def test_buckets_are_small_unless_the_script_or_its_hook_decides(said, case):
     unbuilt = case.startswith("unused")  # torch does not build them again where it looks for unused parameters
     first = case in ("float32", "autocast")  # torch's first one is of 1 MiB, and holds all
     assert ours == theirs if own or unbuilt or first else ours > theirs
+
+
+@pytest.fixture(scope="module")
+def said_packed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packed")
+    for code, text in ranks(folder, SCRIPTS / "under_ddp.py", folder, "packed"):
+        assert code == 0, text
+    return json.loads((folder / "said.json").read_text())
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_what_is_packed_on_a_slow_network_has_the_same_bits(said, said_packed, case):
+    packed, plain = said_packed[case], said[case]
+    assert packed["gap"] == plain["gap"]
+    assert packed["bit-equal"]
+    assert packed["packed"], "nothing was packed"
+    assert not plain["packed"]
 
 
 # the check
@@ -178,8 +198,12 @@ class Alone:
         self.sums, self.others = object.__new__(exchange.BucketSums), others
         self.sums.factors = Factors(nn.Sequential(layer()), 2)
         self.sums._dropped, self.sums._products, self.sums.report_unlike = [], 0, lambda: None
-        self.sums._gathered = lambda own: [own, own + torch.tensor(self.others)]
+        self.sums.lane = SimpleNamespace(rate=1000, slow=lambda rate: rate, gathered=self.gathered)
         (self.weight,) = self.sums.factors.of.values()
+
+    def gathered(self, own):
+        rows, *rest = self.others
+        return [own, own + torch.tensor([rows, 0, *rest])]
 
     def agreed(self, rows, trial):
         part = exchange.Part(self.weight, self.weight.parameter, rows)
@@ -255,16 +279,38 @@ def test_a_single_whole_gradient_that_clearly_takes_longer_is_the_last():
     assert trial.next()
 
 
+def alone(seconds=0.05):
+    """A lane to another rank that has the same, and takes so long to send it."""
+    made = object.__new__(lane.Lane)
+    made.rank, made.size, made.distant, made.packed, made._rates = 0, 2, True, False, []
+
+    def allgather(outputs, inputs):
+        time.sleep(seconds)
+        for each in outputs[0]:
+            each.copy_(inputs[0])
+        return SimpleNamespace(wait=lambda: None)
+
+    made._gloo = SimpleNamespace(allgather=allgather)
+    return made
+
+
+def test_packing_begins_on_a_slow_network_and_ends_on_one_twice_as_fast():
+    one = alone()
+    one.gathered(torch.zeros(250_000))
+    assert one.rate * lane.PER_BYTE == pytest.approx(5e-8, rel=0.5)
+    per_byte = lane.SLOW_S / lane.PER_BYTE
+    for rate, packed in ((0, False), (0.9, False), (1.1, True), (0, True), (0.6, True), (0.4, False), (0.9, False)):
+        one.packed = one.slow(round(rate * per_byte))
+        assert one.packed == packed
+    one.distant = False
+    assert one.rate == 0, "the time of a busy machine is not that of a network"
+
+
 def test_the_time_of_a_whole_gradient_is_told_by_the_rate_of_the_factors():
     sums = object.__new__(exchange.BucketSums)
-    sums.size, sums._products = 2, 0
+    sums.size, sums._products, sums.lane = 2, 0, alone()
     weight = taken(layer(), torch.randn(3, 200))[0]
 
-    def gathered(own):
-        time.sleep(0.05)
-        return [own, own]
-
-    sums._gathered = gathered
     for count, told in ((3, False), (exchange.ENOUGH_BYTES // 2000 + 1, True)):
         rows = torch.randn(count, 300), torch.randn(count, 200)
         part = exchange.Part(weight, torch.zeros(300, 200), rows)

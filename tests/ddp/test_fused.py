@@ -56,6 +56,17 @@ def test_weights_are_those_of_torchs_class(said, case):
 
 
 @pytest.mark.dear
+def test_on_a_slow_network_all_is_packed(tmp_path):
+    for code, text in ranks(tmp_path, SCRIPTS / "under_fused.py", tmp_path, "packed"):
+        assert code == 0, text
+    told = [json.loads((tmp_path / f"said{rank}.json").read_text()) for rank in range(2)]
+    assert told[0].pop("packed") == told[1].pop("packed") != []
+    for case, one in told[0].items():
+        assert one["gap"] <= (1e-6 if case == "float32" else EXACT)
+        assert one["bit-equal"], "replicas differ"
+
+
+@pytest.mark.dear
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_it_is_not_for_is_refused_by_name(said, case):
     assert REFUSED[case] in said[case]["refused"]

@@ -7,16 +7,15 @@
 A bucket's first steps are timed with factors; then, unless its whole gradient would clearly take longer at the rate at
 which they came, as torch sums it. What is slower for the slowest rank is not done again; nor is what cannot be tried.
 All that decides is in the header, so that all ranks decide the same, and what is dropped is dropped between two passes.
-Sums run in a thread of their own, in the order of buckets, over connections of their own.
+Sums run on a lane of their own (`paceline.ddp.lane`), in the order of buckets; those of buckets without factors only
+where it compresses them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +23,7 @@ import torch.distributed
 from torch import Tensor
 
 from paceline.ddp.factors import Factors, Weight
+from paceline.ddp.lane import Lane
 from paceline.report.log import log
 
 if TYPE_CHECKING:
@@ -96,22 +96,22 @@ class Part:
 
 
 class BucketSums:
-    """Among the ranks of ``group``; every rank makes its own at the same place. ``number``: of those of this group."""
+    """Among the ranks of ``group``, whose ``lane`` it is."""
 
-    def __init__(self, factors: Factors, group: Any, store: Any, number: int, timeout: timedelta):
-        self.factors, self.group, self.size = factors, group, dist.get_world_size(group)
-        prefix = dist.PrefixStore(f"paceline/ddp/lane/{number}", store)
-        self.lane = dist.ProcessGroupGloo(prefix, dist.get_rank(group), self.size, timeout)
+    def __init__(self, factors: Factors, group: Any, lane: Lane):
+        self.factors, self.group, self.size, self.lane = factors, group, dist.get_world_size(group), lane
         self.trials: dict[str, Trial] = {}
         self.active = True  # False: this rank has joined, and takes part in the others' sums
         self._products = 0  # a checksum over the products since the last header
         self._dropped: list[Weight] = []  # by sums of this backward pass
-        self._thread = ThreadPoolExecutor(1, "paceline ddp")
+        self._slow = False  # the network, as the last header says
 
     def between_passes(self) -> None:
-        """The sums of the pass before have ended, on all ranks alike: what they dropped is not looked at again."""
+        """The sums of the pass before have ended, on all ranks alike: what they decided holds from now on."""
         while self._dropped:
             self.factors.drop(self._dropped.pop())
+        if self.factors.of:  # else there are no headers
+            self.lane.packed = self._slow
 
     def run(self, bucket: GradBucket, of_active: bool = False) -> Future:
         """The mean of a bucket's gradients over all ranks, or over those that have not joined: a communication hook."""
@@ -125,31 +125,31 @@ class BucketSums:
                 parts.append(Part(weight, gradient, weight.whole(gradient) if active else None))
             else:
                 others.append(gradient)
-        if not parts and not of_active:
+        if not (parts or of_active or self.lane.packs_sum(buffer)):
             buffer.div_(self.size)
             return dist.all_reduce(buffer, group=self.group, async_op=True).get_future().then(_first)
         checked_s = time.perf_counter() - begin
         future: Future = torch.futures.Future()
 
         def work() -> Tensor:
-            divisor = sum(int(each) for each in self._gathered(torch.tensor([active]))) if of_active else self.size
+            divisor = sum(int(each) for each in self.lane.gathered(torch.tensor([active]))) if of_active else self.size
             return self._sum(buffer, parts, others, divisor, checked_s)
 
-        self._thread.submit(_into, future, work)
+        self.lane.submit(lambda: _into(future, work))
         return future.then(_value)
 
     def _sum(
         self, buffer: Tensor, parts: Sequence[Part], others: Sequence[Tensor], divisor: int, checked_s: float
     ) -> Tensor:
         if not parts:
-            self._reduce([buffer], divisor)
+            self.lane.add(buffer.div_(divisor))
             return buffer
         trial = self.trials.setdefault(parts[0].weight.name, Trial())
         rows = self._agreed(parts, trial)
         begin = time.perf_counter()
         chosen = [(part, count) for part, count in zip(parts, rows, strict=True) if count > 0]
         if not chosen:
-            self.lane.allreduce([buffer.div_(divisor)]).wait()
+            self.lane.add(buffer.div_(divisor))
         else:
             trial.estimate_us = round(1e6 * self._multiply(chosen, divisor, buffer.nbytes))
             whole = [part.gradient for part, count in zip(parts, rows, strict=True) if count <= 0]
@@ -166,9 +166,10 @@ class BucketSums:
             NEVER if part.weight.impure else len(part.rows[0]) if part.rows and trial.next() else NOT_NOW
             for part in parts
         ]
-        headers = torch.stack(self._gathered(torch.tensor([*ready, *trial.times, self._products])))
+        headers = torch.stack(self.lane.gathered(torch.tensor([*ready, self.lane.rate, *trial.times, self._products])))
         self._products = 0
         least, most = headers.amin(0).tolist(), headers.amax(0).tolist()
+        self._slow = self.lane.slow(least[len(parts)])
         if least[-1] != most[-1]:
             self._dropped += self.factors.of.values()
             self.report_unlike()
@@ -185,44 +186,25 @@ class BucketSums:
         if dist.get_rank(self.group) == 0:
             log.info(UNLIKE)
 
-    def _gathered(self, own: Tensor) -> list[Tensor]:
-        each = [torch.empty_like(own) for _ in range(self.size)]
-        self.lane.allgather([each], [own]).wait()
-        return each
-
     def _multiply(self, chosen: Sequence[tuple[Part, int]], divisor: int, num_bytes: int) -> float:
         """Every rank's rows, padded; their products in the place of the gradients. Returns about how many seconds a sum
         of ``num_bytes`` would take at this rate, 0 where that cannot be said."""
-        own = torch.cat([_padded(side, count) for part, count in chosen for side in part.rows or ()])
-        begin = time.perf_counter()
-        everyone = self._gathered(own)
-        gathered_s, received = time.perf_counter() - begin, (self.size - 1) * own.nbytes
-        start = 0
-        for part, count in chosen:
-            out, into = part.gradient.shape
-            middle, end = start + count * out, start + count * (out + into)
-            left = torch.cat([each[start:middle].view(count, out) for each in everyone]).div_(divisor)
-            right = torch.cat([each[middle:end].view(count, into) for each in everyone])
-            torch.mm(left.T, right, out=part.gradient)
+        sides = [(side, count) for part, count in chosen for side in part.rows or ()]
+        everyone = self.lane.rows(*zip(*sides, strict=True))
+        for (part, _), left, right in zip(chosen, everyone[::2], everyone[1::2], strict=True):
+            torch.mm(left.div_(divisor).T, right, out=part.gradient)
             self._products ^= checksum(part.gradient)
-            start = end
         summed = 2 * (self.size - 1) / self.size * num_bytes
+        gathered_s, received = self.lane.last_s, self.lane.last_bytes
         return gathered_s * summed / received if received >= ENOUGH_BYTES else 0.0
 
     def _reduce(self, tensors: Sequence[Tensor], divisor: int) -> None:
         if not tensors:
             return
         flat = torch.cat([each.reshape(-1) for each in tensors]).div_(divisor)
-        self.lane.allreduce([flat]).wait()
+        self.lane.add(flat)
         for each, part in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
             each.copy_(part.view(each.shape))
-
-
-def _padded(rows: Tensor, count: int) -> Tensor:
-    """Zeros add nothing to a product."""
-    flat = rows.reshape(-1)
-    missing = count * rows.shape[1] - flat.numel()
-    return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
 
 
 def checksum(values: Tensor) -> int:

@@ -85,9 +85,10 @@ def _same_rows(left: Tensor, right: Tensor, gradient: Tensor) -> bool:
 
 
 class Factors:
-    """The weights of ``module`` that may travel as factors among ``size`` ranks."""
+    """The weights of ``module`` that may travel as factors among ``size`` ranks; none without a module."""
 
-    def __init__(self, module: nn.Module, size: int):
+    def __init__(self, module: nn.Module | None, size: int):
+        module = module or nn.Module()
         parameters, self.size = dict(module.named_parameters()), size
         self.weights = {
             id(layers[0]): Weight(name, parameters[name])

@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from paceline.ddp.exchange import checksum
 from paceline.ddp.factors import saved_elsewhere
+from paceline.ddp.lane import Lane
 from paceline.engine.compute.batch import leaves
 from paceline.engine.compute.gradient_hooks import Backward, Call, Pass
 from paceline.engine.compute.optimizer_step import Factored, optimizer_takes_factors, step_factored
@@ -178,15 +179,15 @@ class Fused:
             else:
                 setattr(module, IGNORED, before)
 
-    def begin(self, group: Any, on_cpus: bool) -> None:
-        """Every rank gets the weights of the first, as torch's class does with all others. ``on_cpus``: the group's
-        backend is one for CPUs."""
+    def begin(self, group: Any, lane: Lane | None, on_cpus: bool) -> None:
+        """Every rank gets the weights of the first, as torch's class does with all others. ``lane``: None for one
+        rank. ``on_cpus``: the group's backend is one for CPUs."""
         if not on_cpus:
             raise ValueError(f"{VARIABLE}={FUSED} is not for backend {dist.get_backend(group)!r}; {WITHOUT}")
         others = [other for ref in _made if (other := ref())]
         if any(weight is one for other in others for one in other.weights for weight in self.weights):
             raise ValueError(f"{VARIABLE}={FUSED}: a weight of this module is in a wrapper already; {WITHOUT}")
-        self.group, self.size = group, dist.get_world_size(group)
+        self.group, self.lane, self.size = group, lane, dist.get_world_size(group)
         for weight in self.weights:
             dist.broadcast(weight.data, dist.get_global_rank(group, 0), group)
         _watch_steps()
@@ -227,7 +228,8 @@ class Fused:
                 if rows[i]:
                     dist.all_reduce(weight.grad.div_(self.size), group=self.group)
                 continue
-            left, right = (self._gathered(side, rows[i]) for side in self.recording.sides(grad))
+            sides = self.recording.sides(grad)
+            left, right = self.lane.submit(self.lane.rows, sides, [rows[i]] * 2).result() if self.lane else sides
             step_factored(
                 Factored(weight, left.div_(self.size), right), optimizer.state[weight], groups[id(weight)], 1.0
             )
@@ -256,10 +258,13 @@ class Fused:
         """The most rows that any rank has of each weight. Raises where a rank cannot go on, on all ranks."""
         own = [found.get(i, UNUSED) for i in range(len(self.weights))]
         marks = [checksum(weight.detach()) for weight in self.weights]
-        headers = [torch.empty(2 * len(own), dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(headers, torch.tensor([*own, *marks]), group=self.group)
-        everyone = torch.stack(headers)[:, : len(own)]
-        if bool((torch.stack(headers)[:, len(own) :] != torch.tensor(marks)).any()):
+        rate = self.lane.rate if self.lane else 0
+        headers = [torch.empty(2 * len(own) + 1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(headers, torch.tensor([*own, *marks, rate]), group=self.group)
+        everyone, theirs, rates = torch.stack(headers).split([len(own), len(own), 1], 1)  # type: ignore[no-untyped-call]
+        if self.lane:
+            self.lane.packed = self.lane.slow(int(rates.min()))
+        if bool((theirs != torch.tensor(marks)).any()):
             raise RuntimeError(f"{VARIABLE}={FUSED}: the ranks' weights differ, as on unlike processors; {WITHOUT}")
         impure = [self.names[i] for i in range(len(own)) if bool((everyone[:, i] == IMPURE).any())]
         if impure:
@@ -269,14 +274,6 @@ class Fused:
             )
         most: list[int] = everyone.amax(0).tolist()
         return most
-
-    def _gathered(self, own: Tensor, rows: int) -> Tensor:
-        """All ranks' rows, one below the other; those of ranks with fewer are padded with zeros."""
-        padded = own.new_zeros(rows, own.shape[1])
-        padded[: len(own)] = own
-        everyone = own.new_empty(self.size * rows, own.shape[1])
-        dist.all_gather(list(everyone.split(rows)), padded, group=self.group)  # type: ignore[no-untyped-call]
-        return everyone
 
 
 def wanted(module: nn.Module, compiled: bool) -> Fused | None:

@@ -23,6 +23,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as Base
 from paceline.ddp import fused, handshake, import_hook, stopwatch
 from paceline.ddp.exchange import UNLIKE, BucketSums
 from paceline.ddp.factors import Factors
+from paceline.ddp.lane import Lane
 from paceline.ddp.lost_ranks import watch
 from paceline.report.log import log
 
@@ -58,10 +59,10 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         gloo = dist.get_backend(self.process_group) == "gloo"
         if gloo and dist.get_world_size(self.process_group) > 1:
             self._sums = self._made(module)
-        if self._sums:
+        if self._sums and not self._left_to_torch(module):
             _install(self, self._sums)
         if kept:
-            kept.begin(self.process_group, on_cpus=gloo)
+            kept.begin(self.process_group, self._sums.lane if self._sums else None, on_cpus=gloo)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         if self._stopwatch and torch.is_grad_enabled():
@@ -86,22 +87,22 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         group = self.process_group
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         store = dist.distributed_c10d._get_process_group_store(group)
-        factors = None if self._left_to_torch(module) else Factors(module, size)
-        weights = list(factors.of.values()) if factors else []
+        factors = Factors(None if self._fused or self._left_to_torch(module) else module, size)
+        weights = list(factors.of.values())
         number = store.add(f"paceline/ddp/made/{rank}", 1)  # of those that all ranks have made
         messages = handshake.exchange(store, number, rank, size, weights, self._fused.names if self._fused else [])
         sums = None
-        if factors and weights and handshake.alike(messages):
-            sums = BucketSums(factors, group, store, number, _timeout(group))
+        if self._fused or (weights and handshake.alike(messages)):
+            machines = {tuple(one["addresses"]) for one in messages}
+            sums = BucketSums(factors, group, Lane(group, store, number, _timeout(group), len(machines) > 1))
         elif weights and rank == 0:
             log.info(UNLIKE)
         watch(group, store, {address for one in messages for address in one["addresses"]})
         return sums
 
     def _left_to_torch(self, module: nn.Module) -> bool:
-        if self._fused or self._delay_all_reduce_all_params or self._use_python_reducer or self._comm_hooks:
-            return True
-        return _without_factors(module)
+        otherwise = self._delay_all_reduce_all_params or self._use_python_reducer or self._comm_hooks
+        return bool(otherwise) or _without_factors(module)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         fused.refuse_hooks(self._fused)
@@ -146,7 +147,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         with super()._inside_ddp_forward(), self._rows_kept():
             if self._sums and self.require_backward_grad_sync:
                 self._sums.between_passes()
-            looks = self._sums and not self._theirs and torch.is_grad_enabled()
+            looks = self._sums and self._sums.factors.of and not self._theirs and torch.is_grad_enabled()
             if self._sums and looks and not _compiling() and not _compiled(self.module):
                 with self._sums.factors.looking():
                     yield

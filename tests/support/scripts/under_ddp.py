@@ -1,8 +1,9 @@
 """Two ranks train the same job under torch's DistributedDataParallel and under ours, case by case.
 
-    under_ddp.py FOLDER
+    under_ddp.py FOLDER [packed]
 
-Rank 0 writes FOLDER/said.json: for each case how far the weights are apart, and how many steps sent factors.
+Rank 0 writes FOLDER/said.json: for each case how far the weights are apart, and how many steps sent factors. "packed":
+some cases alone, as on a slow network.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.parallel.distributed import DistributedDataParallel as Theirs
 from torch.utils.checkpoint import checkpoint
 
-from paceline.ddp import exchange
+from paceline.ddp import exchange, lane
 from paceline.ddp import module as ours_module
 from paceline.ddp.module import DistributedDataParallel as Ours
 
@@ -164,11 +165,24 @@ def equal_everywhere(module):
     return torch.equal(own, other)
 
 
-def main(folder):
+PACKED = ("plain", "accumulated", "joined", "joined, mean of those left", "unused here", "small buckets", "float32")
+
+
+def as_on_a_slow_network():
+    """Whatever is measured; returns a list that gets a number for each payload that is packed."""
+    packed, pack = [], lane.pack
+    lane.SLOW_S, lane.TIMED_BYTES, lane.MIN_BYTES = 0.0, 0, 64
+    lane.Lane.distant = property(lambda self: True, lambda self, value: None)
+    lane.pack = lambda own: packed.append(own.numel()) or pack(own)
+    return packed
+
+
+def main(folder, network=""):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    said = {}
-    for name, options in CASES.items():
+    said, packed = {}, as_on_a_slow_network() if network else []
+    for name, options in ((name, CASES[name]) for name in (PACKED if network else CASES)):
+        packed.clear()
         theirs = train(Theirs, **options)
         before = torch.get_rng_state()
         ours = train(Ours, **options)
@@ -181,6 +195,7 @@ def main(folder):
             "same dice": bool(alike[0]),
             "bit-equal": bool(alike[1]),
             "buckets": [buckets(ours), buckets(theirs)],
+            "packed": packed[:],
             "keys": list(ours.state_dict()) == list(theirs.state_dict()),
             "copies": 0.0
             if options.keys() & {"compiled", "hook", "traced"} or name == "own group"

@@ -1,8 +1,9 @@
 """Two ranks train the same job under torch's DistributedDataParallel and under ours with SGD from factors.
 
-    under_fused.py FOLDER
+    under_fused.py FOLDER [packed]
 
-Rank 0 writes FOLDER/said.json: for each case how far the weights are apart, or what was refused.
+Rank 0 writes FOLDER/said.json: for each case how far the weights are apart, or what was refused. "packed": some cases
+alone, as on a slow network; each rank writes FOLDER/saidRANK.json.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
-from under_ddp import CASES, STEPS, Net, Ours, Theirs, batches, gap, train
+from under_ddp import CASES, STEPS, Net, Ours, Theirs, as_on_a_slow_network, batches, gap, train
 
 from paceline.ddp import fused
 
@@ -134,8 +135,14 @@ def outcome(play):
     return {"gap": gap(ours, theirs), "bit-equal": told[0] == told[1], "weights": len(ours._fused.names)}
 
 
-def main(folder):
+def main(folder, network=""):
     dist.init_process_group("gloo")
+    if network:
+        packed = as_on_a_slow_network()
+        said = {name: outcome(partial(train, **CASES[name])) for name in ("plain", "unused here", "float32")}
+        said["more rows than pay"] = outcome(partial(by_hand, **OWN["more rows than pay"]))
+        (Path(folder) / f"said{dist.get_rank()}.json").write_text(json.dumps({**said, "packed": packed}))
+        return
     said = {}
     for name in OF_BOTH:
         said[name] = outcome(partial(train, **CASES[name]))
@@ -148,4 +155,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
