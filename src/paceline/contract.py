@@ -20,7 +20,6 @@ from paceline.messages import (
     DENSE,
     Bucket,
     CodecRun,
-    CommCost,
     ExchangeTraffic,
     Gradient,
     Round,
@@ -279,7 +278,6 @@ class Codec:
     scaled = False  # scaling the input by a power of two scales the result exactly
     has_residual = False  # its state contains values that were not sent
     wire = "the gradient's own type"
-    takes_over: tuple[str, ...] = ()
     bucket_bytes: float = 0  # of a bucket that is worth its collectives, where they are small; 0: as without a codec
 
     def init(self, bucket: Bucket, seed: int) -> Any:
@@ -374,9 +372,6 @@ class Exchange(ExchangeTraits):
 
     def on_assignment(self, largest: float) -> None:
         """``largest``: the largest node's part of all rows from the next step on. Every process calls it."""
-
-    def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
-        raise NotImplementedError
 
     def traffic(self, dtype: torch.dtype) -> ExchangeTraffic:
         """What it sends for gradients, or weights, of this type: for the planner's predictions."""

@@ -92,20 +92,18 @@ def test_a_chosen_collective_s_cost_makes_the_choice():
             chosen = CollectiveOverride(link, Collective(name))
             exchange.open(engine_of([layer]), chosen, parse("codec", "none"), rows=60)
             both = exchange.choice.both(layer)
-            declared = exchange.cost([layer], 1000, 8)
             forms = []
             for per_flop in FLOPS:
                 exchange.choice.rates, exchange.choice.requested = Rates(1e-3, 1e-8, per_flop), "measured"
                 forms += exchange.choice._choose([DENSE])
             exchange.close()
-            return both, forms, declared
+            return both, forms
 
-        ((whole, factors), forms, declared), *others = ranks.run(8, work)
+        ((whole, factors), forms), *others = ranks.run(8, work)
         cost = Collective(name).cost(8, 4_000_000)
         assert all(other[1] == forms for other in others), name
         assert (whole.steps, whole.bytes, whole.in_sequence) == (cost.steps, cost.bytes, cost.serial_bytes)
         assert whole.flops == 0, "adding is in what a byte takes"
-        assert declared.bytes == cost.bytes, "its rows do not fit"
         whole_s = cost.steps * 1e-3 + cost.serial_bytes * 1e-8
         for per_flop, form in zip(FLOPS, forms, strict=True):
             factors_s = factors.steps * 1e-3 + factors.bytes * 1e-8 + factors.flops * per_flop

@@ -12,8 +12,7 @@ from nodes import HIDDEN, MODELS, OPTIMIZERS, Plain, Rank, Wide, build, gap, ref
 from paceline.engine.node.optimizer_shards import ELEMENTWISE
 from paceline.exchange.flow.costs import ring
 from paceline.link.memory import world
-from paceline.messages import Bucket, CommCost
-from paceline.registry import parse
+from paceline.messages import ALL_GATHER, REDUCE_SCATTER, SHIFT
 from paceline.step.average import average
 
 DATA = [rows(24, seed) for seed in range(5)]
@@ -306,33 +305,22 @@ def test_an_optimizer_that_may_need_whole_weights_is_refused_by_name():
         Rank(world(1)[0], build(Plain), OPTIMIZERS["lars"], exchange="server")
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_it_sends_what_it_says(size):
-    """(2 N - 1) / N n: a reduce-scatter, a copy of the sum of one part, and of more than two an all-gather of new
-    weights: two have updated all of them."""
-    (link,) = world(1)
-    bucket = Bucket(0, ("a", "b"), ((size * 100, 3), (size * 2,)))
-    rank = Rank(link, build(Plain), OPTIMIZERS["sgd"], exchange="server")
-    cost = rank.exchange.cost([bucket], 1, size)
-    steps, per_value = (2, 1.0) if size == 2 else (2 * (size - 1) + 1, (2 * size - 1) / size)
-    assert cost == CommCost(steps, per_value * 4 * bucket.numel)
-    assert parse("exchange", "server").divides_optimizer
-
-
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_a_step_sends_what_is_declared(size):
-    """On rings: all parts but its own, as they are added up; its own, as a copy; of more than two its own to all."""
+def test_what_a_step_sends(size):
+    """(2 N - 1) / N n on rings: a reduce-scatter, a copy of the sum of one part, and of more than two an all-gather of
+    new weights: two have updated all of them."""
 
     def work(link):
         rank = train(link, build(Wide), OPTIMIZERS["momentum"])
-        lane, exchange = rank.exchange._lane, rank.exchange
+        lane = rank.exchange._lane
         before = lane.sent_bytes
         rank.train(DATA)
-        sent, declared = (lane.sent_bytes - before) / len(DATA), exchange.cost(exchange.buckets, 1, size).bytes
-        link.cost = ring(size)
-        whole = sum(bucket.numel for bucket in exchange.buckets)
-        return sent / declared, exchange.cost(exchange.buckets, 1, size).bytes / whole
+        whole = sum(weight.nbytes for weight in rank.engine.weights)
+        rounds = [(REDUCE_SCATTER, whole), (SHIFT, whole / size), (ALL_GATHER, whole / size)]
+        rounds = rounds[: 2 if size == 2 else 3]
+        declared, on_rings = (sum(cost(*each).bytes for each in rounds) for cost in (link.cost, ring(size)))
+        return (lane.sent_bytes - before) / len(DATA) / declared, on_rings / whole
 
-    for sent, per_value in ranks.run(size, work):
-        assert sent == pytest.approx(2, rel=1e-3), "declared for 32 bits, trained in 64"
-        assert per_value == pytest.approx(4 * (1 if size == 2 else (2 * size - 1) / size), rel=0.01)
+    for sent, on_rings in ranks.run(size, work):
+        assert sent == pytest.approx(1, rel=0.01), "parts are padded"
+        assert on_rings == pytest.approx(1 if size == 2 else (2 * size - 1) / size)

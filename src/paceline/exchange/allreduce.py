@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline import contract, messages, transport
 from paceline.codec.encoding.packing import MIN_BYTES, packed
 from paceline.exchange.flow.autotuner import FORMS, PACKED, Autotuner
-from paceline.exchange.flow.cost_model import choose, coded_traffic, cost_of, dense_cost, factor_cost
+from paceline.exchange.flow.cost_model import coded_traffic
 from paceline.exchange.flow.send_queue import InFlight, SendQueue, StepSends
 from paceline.exchange.flow.together import begin, together
 from paceline.messages import (
@@ -225,16 +225,6 @@ class Exchange(contract.Exchange):
     def traffic(self, dtype: torch.dtype) -> ExchangeTraffic:
         coded = coded_traffic(self.codec, self.buckets, dtype)
         return replace(coded, factors=self.factors, forward=self.overlap == "forward")
-
-    def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
-        own = cost_of(self.link, size)
-        most, whole = [rows] * len(buckets), [rows * size] * len(buckets)
-        forms = choose(buckets, most, whole, size, set(), self._takes_factors, link_cost=own)
-        total = CommCost(0, 0)
-        for bucket, form in zip(buckets, forms, strict=True):
-            one = factor_cost(bucket, rows, size, 4, own) if form == FACTORS else dense_cost(bucket, size, own)
-            total += one
-        return total
 
     def state(self) -> dict[str, Any]:
         return {"step": self.step, "memory": self.memory, **self.choice.state()}

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from paceline import contract, transport
 from paceline.exchange import local_sgd
-from paceline.exchange.flow.cost_model import coded_traffic, cost_of, rounds_cost
+from paceline.exchange.flow.cost_model import coded_traffic
 from paceline.exchange.flow.together import over_link
-from paceline.messages import Bucket, CommCost, ExchangeTraffic, StepContext, Target
+from paceline.messages import ExchangeTraffic, StepContext, Target
 
 
 class Exchange(local_sgd.Exchange):
@@ -79,12 +79,6 @@ class Exchange(local_sgd.Exchange):
 
     def traffic(self, dtype: torch.dtype) -> ExchangeTraffic:
         return replace(coded_traffic(self.codec, self.buckets, dtype), every=self.period)
-
-    def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
-        link_cost = cost_of(self.link, size)
-        each = [rounds_cost(self.codec.rounds(bucket, size, torch.float32), size, link_cost) for bucket in buckets]
-        whole = sum(each, CommCost(0, 0))
-        return CommCost(whole.steps / self.period, whole.bytes / self.period)
 
     def state(self) -> dict[str, Any]:
         momentum = [[list(self.buckets[index].names), each] for index, each in self.momentum.items()]

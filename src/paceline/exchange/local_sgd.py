@@ -17,11 +17,8 @@ import torch
 from torch import Tensor
 
 from paceline import contract, transport
-from paceline.exchange.flow.cost_model import cost_of, dense_cost
 from paceline.messages import (
     DENSE,
-    Bucket,
-    CommCost,
     Decision,
     ExchangeTraffic,
     Gradient,
@@ -110,11 +107,6 @@ class Exchange(contract.Exchange):
 
     def traffic(self, dtype: torch.dtype) -> ExchangeTraffic:
         return ExchangeTraffic(factors=False, every=self.period)
-
-    def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
-        each = [dense_cost(bucket, size, link_cost=cost_of(self.link, size)) for bucket in buckets]
-        whole = sum(each, CommCost(0, 0))
-        return CommCost(whole.steps / self.period, whole.bytes / self.period)
 
     def state(self) -> dict[str, Any]:
         return {"step": self.step, "samples": self.samples}

@@ -18,16 +18,12 @@ import torch
 from torch import Tensor
 
 from paceline.exchange import allreduce
-from paceline.exchange.flow.cost_model import cost_of
-from paceline.exchange.flow.costs import gathered
 from paceline.exchange.flow.tree_sums import Span, add_up, spans
 from paceline.messages import (
     ALL_GATHER,
     DENSE,
-    Bucket,
     Coded,
     Collective,
-    CommCost,
     ExchangeTraffic,
     Gradient,
     StepContext,
@@ -67,10 +63,6 @@ class Exchange(allreduce.Exchange):
 
     def traffic(self, dtype: torch.dtype) -> ExchangeTraffic:
         return ExchangeTraffic(factors=False, gathers=True)
-
-    def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
-        each = [gathered(4 * bucket.numel, size, cost_of(self.link, size)) for bucket in buckets]
-        return sum(each, CommCost(0, 0))
 
 
 def _added_up(payloads: Sequence[Tensor], first: int, numel: int) -> Tensor:

@@ -29,9 +29,7 @@ from torch import Tensor
 from paceline import contract, transport
 from paceline.errors import ShardsLost
 from paceline.exchange import allreduce
-from paceline.exchange.flow.cost_model import cost_of, rounds_cost
 from paceline.messages import (
-    ALL_GATHER,
     DENSE,
     REDUCE_SCATTER,
     SHIFT,
@@ -40,7 +38,6 @@ from paceline.messages import (
     CodecRun,
     Coded,
     Collective,
-    CommCost,
     ExchangeTraffic,
     Gradient,
     Round,
@@ -215,14 +212,6 @@ class Exchange(allreduce.Exchange):
 
     def traffic(self, dtype: torch.dtype) -> ExchangeTraffic:
         return ExchangeTraffic(factors=False, copy_bytes=dtype.itemsize)
-
-    def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
-        link_cost, total = cost_of(self.link, size), CommCost(0, 0)
-        for bucket in buckets:
-            total += rounds_cost(self.push.rounds(bucket, size, torch.float32), size, link_cost)
-            if size > WITH_COPIES:
-                total += link_cost(ALL_GATHER, 4 * -(-bucket.numel // size))
-        return total
 
 
 def _part(bucket: Bucket, part: int, size: int) -> slice:

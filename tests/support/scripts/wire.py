@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 import paceline
 from cluster import sent_bytes
-from paceline.exchange.allreduce import dense_cost
+from paceline.exchange.flow.cost_model import dense_cost, factor_cost
+from paceline.messages import FACTORS
 
 STEPS, ROWS = 20, 16
 torch.manual_seed(0)
@@ -25,7 +26,10 @@ for _ in range(STEPS):
     pace.step(batch)
 pace.control.all_reduce([0.0])
 said = {
-    "declared": pace.exchange.cost(pace.engine.buckets, ROWS, 2).bytes,
+    "declared": sum(
+        (factor_cost(bucket, ROWS, 2) if form == FACTORS else dense_cost(bucket, 2)).bytes
+        for bucket, form in zip(pace.engine.buckets, pace.exchange.forms(), strict=True)
+    ),
     "counted_by_link": (lane.sent_bytes - link_before) / STEPS,
     "counted_by_card": (sent_bytes() - before) / STEPS,
     "dense": sum(dense_cost(bucket, 2).bytes for bucket in pace.engine.buckets),

@@ -18,7 +18,7 @@ class Wrapper(contract.Codec):
             raise ValueError(f"codec {name!r} needs a codec to wrap, as in '{name}/topk:keep=0.01'")
         self.inner = inner
         self.fidelity, self.wire, self.kinds = inner.fidelity, inner.wire, inner.kinds
-        self.takes_over, self.has_residual, self.scaled = inner.takes_over, inner.has_residual, inner.scaled
+        self.has_residual, self.scaled = inner.has_residual, inner.scaled
         self.needs_feedback, self.bucket_bytes = inner.needs_feedback, inner.bucket_bytes
 
     def init(self, bucket: Bucket, seed: int) -> Any:

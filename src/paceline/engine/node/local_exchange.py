@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline import contract, messages, transport
+from paceline import contract, transport
 from paceline.engine.node.local_group import POLL_S, LocalGroup
 from paceline.engine.node.shared_memory import SharedBuffers
 from paceline.messages import (
@@ -78,9 +78,6 @@ class _Relay(contract.Exchange):
     def not_shared(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Those of which each process of the node has its own copy."""
         return [each for each in tensors if not self.places.hold(each)]
-
-    def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> messages.CommCost:
-        return self.exchange.cost(buckets, rows, size)
 
     def traffic(self, dtype: torch.dtype) -> ExchangeTraffic:
         return self.exchange.traffic(dtype)
