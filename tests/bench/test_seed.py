@@ -12,7 +12,7 @@ from paceline_bench import seed
 from paceline_bench.seed import crossover, photographs
 from paceline_bench.seed.crossover import Line
 from paceline_bench.seed.job import Job
-from paceline_bench.seed.trial import Setup, run
+from paceline_bench.seed.trial import Outcome, Setup, run
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,26 @@ def test_every_setup_of_the_article_is_there():
     assert {"replicas:2", "processes:2", "pipeline:2,micros=1,cut=preset"} <= set(rows)
     assert any(row.startswith("processes:2/pipeline:2") for row in rows)
     placed = seed.distributed("sequential")
-    assert {setup.nodes for setup in placed} == {1, 2, 4}
-    assert any(setup.mpi for setup in placed)
+    for mpi in (True, False):
+        assert {setup.nodes for setup in placed if setup.mpi == mpi} == {1, 2, 4}
+
+
+def test_some_setups_alone_beside_the_baseline(monkeypatch):
+    ran = []
+
+    def run_one(setup, job, rate, show):
+        ran.append(setup.name)
+        return Outcome(setup.name, 1.0, 0.1, 0.9, 100.0, 1e9, 0.0, 0.0, 2, 1.0)
+
+    monkeypatch.setattr(seed, "run_one", run_one)
+    monkeypatch.setattr(seed, "lacking", lambda setup: "")
+    monkeypatch.setattr(seed, "unavailable", lambda: "")
+    monkeypatch.setattr(photographs, "write", lambda folder, most: folder)
+    (found,) = seed.run(["simple-big/over MPI"], 1, lambda text: None)
+    assert ran == [seed.BASELINE.name, *(setup.name for setup in seed.distributed("") if setup.mpi)]
+    assert "best on this machine" not in found.details
+    with pytest.raises(ValueError, match="no task named tiny/MPI; known: complex-small, "):
+        next(seed.run(["tiny/MPI"], 1, lambda text: None))
 
 
 @pytest.mark.dear

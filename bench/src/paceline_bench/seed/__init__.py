@@ -9,7 +9,7 @@ end of the last.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from paceline_bench.seed.trial import run as run_one
 
 RATE = "1gbit"
 CROSSOVER = "-crossover"  # after a task's name: this part of it alone
+SOME = "/"  # after a task's name: before a part of the names of setups, which are run alone, beside the baseline
 FASTER, LIGHTER, NEAR = 1.3, 0.15, 0.25  # than Horovod, than its bytes, to what was predicted
 
 
@@ -67,7 +68,9 @@ def distributed(row: str) -> tuple[Setup, ...]:
     return (
         Setup("paceline over gloo, 1 node", "paceline", row, nodes=1),
         Setup("paceline over gloo, 2 nodes", "paceline", row, nodes=2),
+        Setup("paceline over MPI, 1 node", "paceline", row, nodes=1, mpi=True),
         Setup("paceline over MPI, 2 nodes", "paceline", row, nodes=2, mpi=True),
+        Setup("paceline over MPI, 4 nodes on two cores", "paceline", row, nodes=4, mpi=True),
         Setup("Horovod, 2 nodes", "horovod", nodes=2),
         Setup("Horovod, 2 nodes, a whole batch on each", "horovod", nodes=2, over=2),
         Setup("DDP, 2 nodes", "ddp", nodes=2),
@@ -89,27 +92,31 @@ def lacking(setup: Setup) -> str:
 def run(names: Sequence[str], rounds: int, show: Show) -> Iterator[Finding]:
     """Raises ValueError for a task that is not known, and where no cluster can be made."""
     known = [*TASKS, *(f"{name}{CROSSOVER}" for name in TASKS)]
-    if strange := [name for name in names if name not in known]:
+    if strange := [name for name in names if name.partition(SOME)[0] not in known]:
         raise ValueError(f"no task named {', '.join(strange)}; known: {', '.join(known)}")
     if why := unavailable():
         raise ValueError(f"`paceline bench seed` makes its nodes on this machine, as network namespaces: {why}")
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        for name in names or TASKS:
+        for wanted in names or TASKS:
+            name, _, some = wanted.partition(SOME)
             task = TASKS[name.removesuffix(CROSSOVER)]
             images = photographs.write(Path(folder) / name, task.most)
             job = Job("", task.model, str(images), "", task.batch, task.images)
             if not name.endswith(CROSSOVER):
-                yield from _setups(task, job, rounds, show)
-            yield from _crossover(task, job, rounds, show)
+                yield from _setups(task, job, rounds, show, some)
+            if not some:
+                yield from _crossover(task, job, rounds, show)
 
 
-def _setups(task: Task, job: Job, rounds: int, show: Show) -> Iterator[Finding]:
+def _setups(task: Task, job: Job, rounds: int, show: Show, some: str) -> Iterator[Finding]:
     outcomes: dict[str, list[Outcome]] = {}
     absent = []
 
     def measure(setups: Sequence[Setup]) -> None:
         for _ in range(rounds):
             for setup in setups:
+                if some not in setup.name and setup is not BASELINE:
+                    continue
                 if why := lacking(setup):
                     absent.append(f"{setup.name}: {why}")
                 else:
@@ -117,11 +124,11 @@ def _setups(task: Task, job: Job, rounds: int, show: Show) -> Iterator[Finding]:
 
     measure([BASELINE, *ONE_CORE, *LOCAL])
     local = [setup for setup in (*ONE_CORE, *LOCAL) if setup.way == "paceline"]
-    best = min(local, key=lambda setup: _middle(outcomes[setup.name]).whole_s)
-    one_core = min(ONE_CORE, key=lambda setup: _middle(outcomes[setup.name]).whole_s)
+    best, one_core = (_fastest(outcomes, setups) for setups in (local, ONE_CORE))
     measure(distributed(one_core.row))
     base = _middle(outcomes[BASELINE.name])
-    table = [f"{task.model}, {task.images} images, {task.batch} in a batch; best on this machine: {best.name}", ""]
+    said = f"{task.model}, {task.images} images, {task.batch} in a batch"
+    table = [said if some else f"{said}; best on this machine: {best.name}", ""]
     table += [*HEAD, *(_row(_middle(each), base) for each in outcomes.values())]
     table += ["", *dict.fromkeys(f"Not run: {text}." for text in absent)]
     raw = {name: [asdict(one) for one in each] for name, each in outcomes.items()}
@@ -129,12 +136,18 @@ def _setups(task: Task, job: Job, rounds: int, show: Show) -> Iterator[Finding]:
     for nodes in ("2 nodes", "4 of half a core"):
         ours = [_middle(each) for name, each in outcomes.items() if name.startswith("paceline") and nodes in name]
         theirs = [_middle(each) for name, each in outcomes.items() if name.startswith("Horovod") and nodes in name]
-        if theirs:
+        if ours and theirs:
             fast, rival = min(ours, key=_whole), min(theirs, key=_whole)
             ratio, share = rival.whole_s / fast.whole_s, fast.sent_bytes / theirs[0].sent_bytes
             what = f"{task.name}, {nodes}, {RATE}"
             yield Finding(task.name, f"{what}: speedup over Horovod's", f"{ratio:.2f}", f">= {FASTER}", ratio >= FASTER)
             yield Finding(task.name, f"{what}: bytes over Horovod's", f"{share:.3f}", f"<= {LIGHTER}", share <= LIGHTER)
+
+
+def _fastest(outcomes: Mapping[str, Sequence[Outcome]], setups: Sequence[Setup]) -> Setup:
+    """Of those that were run, if any was; else the last one."""
+    ran = [setup for setup in setups if setup.name in outcomes]
+    return min(ran, key=lambda setup: _middle(outcomes[setup.name]).whole_s) if ran else setups[-1]
 
 
 HEAD = (
