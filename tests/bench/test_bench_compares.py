@@ -80,7 +80,7 @@ def test_search_compares_medians():
     one = Searched(
         "m",
         8,
-        "threads:2",
+        (("threads:2", 40.0), ("threads:2", 50.0)),
         {"sequential": [2.0], "threads:2": [1.1, 1.1, 9.0], "processes:2": [0.9], "replicas:2": []},
         {
             "sequential": [2.0, 2.0, 9.0],
@@ -91,7 +91,7 @@ def test_search_compares_medians():
     )
     assert one.errors == pytest.approx({"sequential": 0.0, "threads:2": 0.1, "processes:2": 0.125})
     assert one.best == "processes:2"
-    assert "threads:2, chosen" in one.table()
+    assert "threads:2, chosen 2 times" in one.table()
 
 
 def test_decode_races_all_three():

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from paceline_bench.cluster import work
+
 CLASSES = 3
 
 
@@ -34,8 +36,13 @@ def mlp(num_classes: int) -> nn.Module:
 
 def made(name: str, batch: int) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
+    if name == "transformer":
+        tokens = torch.randint(0, work.VOCABULARY, (batch, 129))
+        return work.Transformer(work.VOCABULARY, 128, 320, 6, 5), tokens[:, :-1], tokens[:, 1:]
     if name == "mlp":
         model, shape = mlp(CLASSES), tuple[int, ...]((64,))
+    elif name == "vit":
+        model, shape = work.VisionTransformer(224, 256, 6, 4), (3, 224, 224)
     else:
         from paceline.train.network import network
 
