@@ -12,14 +12,23 @@ from torch.nn import functional as F
 
 import launching
 import paceline
-from paceline import registry
+from paceline import registry, session
+from paceline.cli import report
 from paceline.codec import topk
 from paceline.engine import sequential
+from paceline.environment import LaunchEnvironment
 from paceline.exchange import allreduce
+from paceline.planner import candidates
 from paceline.report.record import read
 
 DOCS = Path(__file__).parents[2] / "docs"
-SIGN = re.findall(r"```python\n(.*?)```", (DOCS / "adding-a-codec.md").read_text(), re.DOTALL)[0]
+# of each kind: a name, the page that shows its module, its description in `paceline list`, and how it is used
+METHODS = {
+    "codec": ("sign", "adding-a-codec.md", "Signs times the mean magnitude; lossy, use under feedback", "feedback/{}"),
+    "exchange": ("plain", "adding-an-exchange.md", "All-reduce of whole gradients after backward, .*", "{}"),
+    "engine": ("recompute", "adding-an-engine.md", "One process that recomputes activations in backward.*", "{}:2"),
+}
+WIRE = '"""Gloo under another name."""\n\nfrom paceline.link import gloo\n\n\nclass Link(gloo.Link):\n    pass\n'
 SCRIPT = """
 import sys, torch, paceline
 torch.manual_seed(0)
@@ -37,18 +46,27 @@ def stranger(tmp_path, monkeypatch):
     """A folder of modules that is on the path, as an installed package is."""
     (tmp_path / "stranger").mkdir()
     (tmp_path / "stranger" / "__init__.py").touch()
-    (tmp_path / "stranger" / "sign.py").write_text(SIGN)
+    (tmp_path / "stranger" / "wire.py").write_text(WIRE)
+    points = "[paceline.link]\nwire = stranger.wire\n"
+    for kind, (name, page, *_) in METHODS.items():
+        shown = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)[0]
+        (tmp_path / "stranger" / f"{name}.py").write_text(shown)
+        points += f"[paceline.{kind}]\n{name} = stranger.{name}\nbroken = stranger.nowhere\n"
     about = tmp_path / "stranger-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[paceline.codec]\nsign = stranger.sign\nbroken = stranger.nowhere\n")
+    (about / "entry_points.txt").write_text(points)
     monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "stranger"]:  # of another test's folder
+        monkeypatch.delitem(sys.modules, name)
+    registry._installed.cache_clear()
+    yield tmp_path
+    registry._installed.cache_clear()
 
 
 def join(**words):
     torch.manual_seed(3)
-    model = torch.nn.Linear(4, 3)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     words = {"engine": "sequential", **words}
     return paceline.join(model, optimizer, F.cross_entropy, batch_size=8, **words)
@@ -81,6 +99,36 @@ def test_a_class_of_a_module_takes_options_and_may_be_wrapped(stranger):
         assert pace.run.methods["codec"] == "feedback/stranger.sign:Codec"
 
 
+@pytest.mark.parametrize("kind", METHODS)
+def test_an_entry_point_and_text_name_the_same_class(stranger, kind):
+    name, *_, used = METHODS[kind]
+    text = f"stranger.{name}:{kind.title()}"
+    for given in (used.format(name), used.format(text)):
+        with join(**{kind: given}) as pace:
+            found = {"codec": pace.run.codec, "exchange": pace.exchange, "engine": pace.engine}[kind]
+            found = getattr(found, "inner", found)
+            assert (type(found).__module__, type(found).__name__) == (f"stranger.{name}", kind.title())
+            pace.step((torch.ones(8, 4), torch.arange(8) % 3))
+            # nodes compare them when they start
+            assert pace.run.methods.get(kind) == (None if kind == "engine" else used.format(text))
+    with pytest.raises(ValueError, match=rf"no {kind} named '{name}x'; known: .*did you mean '{name}'\?"):
+        join(**{kind: f"{name}x"})
+    assert registry.says(kind, name, "fidelity") == registry.says(kind, text, "fidelity")
+
+
+@pytest.mark.parametrize("name", ["wire", "wyre", "stranger.wire:Link"])
+def test_a_link_is_chosen_by_its_entry_point(stranger, name, monkeypatch):
+    """Text is refused, with the names of all links between nodes."""
+    monkeypatch.setenv("PACELINE_LINK", name)
+    world, model = LaunchEnvironment(num_nodes=2), torch.nn.Linear(4, 3)
+    if name == "wire":
+        assert session._link(world, model) == name
+        assert registry.module("link", name).Link.__module__ == "stranger.wire"
+        return
+    with pytest.raises(ValueError, match=r"PACELINE_LINK='.*' is no link between nodes; use gloo, .*, wire, or unset"):
+        session._link(world, model)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -95,6 +143,34 @@ def test_a_class_of_a_module_takes_options_and_may_be_wrapped(stranger):
 def test_what_is_no_method_is_told_at_join(stranger, given, said):
     with pytest.raises(ValueError, match=said):
         join(codec=given)
+
+
+@pytest.mark.parametrize("kind", ["exchange", "engine"])
+def test_a_method_of_another_kind_is_told_at_join(stranger, kind):
+    with pytest.raises(
+        ValueError, match=rf"{kind} stranger\.sign:Codec is no class of paceline\.contract\.{kind.title()}"
+    ):
+        join(**{kind: "stranger.sign:Codec"})
+
+
+def test_an_engine_that_counts_anything_leaves_the_plan_its_configurations(stranger):
+    """Story: `paceline plan` ended with an error of its own where a package's engine counted something new."""
+    path = stranger / "stranger" / "recompute.py"
+    before = candidates.planned()
+    path.write_text(re.sub(r"(class Engine.*\n)", r"\1    counts = 'segment'\n\n", path.read_text()))
+    registry._installed.cache_clear()
+    assert registry.says("engine", "recompute", "counts") == "segment"
+    assert set(candidates.planned()) == set(before)
+    assert candidates.planned()[-1] == "recompute"
+
+
+@pytest.mark.parametrize("kind", [*METHODS, "link"])
+def test_methods_of_packages_are_listed(stranger, kind, capsys):
+    name, _, described, _ = METHODS.get(kind, ("wire", "", "Gloo under another name", ""))
+    report.list_()
+    listed = capsys.readouterr().out
+    assert re.search(rf"^{kind} +{name} +{described}$", listed, re.MULTILINE)
+    assert "broken" not in listed
 
 
 @pytest.mark.dear

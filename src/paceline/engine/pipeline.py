@@ -134,10 +134,10 @@ class Stages(LocalStep):
             raise ValueError(f"engine 'pipeline' is to cut before {missing[0]!r}, which is no module of this model")
 
     def check_step(self, moving: Moving) -> None:
-        if moving.of_frozen():
+        if changed := sorted(moving.found & moving.frozen.keys()):
             raise ValueError(
-                "engine 'pipeline' computes several micro-batches at once, and forward of this model changes weights "
-                "that do not train, such as a momentum encoder's; use another engine"
+                f"engine 'pipeline' computes several micro-batches at once, and forward of this model changes "
+                f"{changed[0]!r}, which does not train, such as a momentum encoder's weights; use another engine"
             )
 
     def check_sync_norm(self) -> None:

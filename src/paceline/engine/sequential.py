@@ -153,7 +153,6 @@ class Engine(contract.Engine):
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
         start, batch = time.perf_counter(), batches.filled(batch)
         self._check_parameters()
-        self.local_step.check_step(self.moving)
         vote, measured = Vote(), batches.Measured()
         # read after backward: a GPU has got its work by then
         losses, weights, terms = list[Awaited](), list[Awaited | float](), list[dict[str, Awaited]]()
@@ -195,6 +194,7 @@ class Engine(contract.Engine):
             state = self.backward.run(forms, offer, *(partial(next_part, part) for part in parts))
             vote.metric_sum = measured.total()
         self.moving.end()
+        self.local_step.check_step(self.moving)
         vote.loss_sum, vote.weight = sum(map(float, losses), start=0.0), sum(map(float, weights), start=0.0)
         sums = tuple(sum(map(float, column)) for column in zip(*(each.values() for each in terms), strict=True))
         vote.terms, names, why = measured.after(sums)

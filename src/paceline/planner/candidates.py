@@ -129,9 +129,11 @@ def check(level: str) -> None:
 def planned() -> tuple[str, ...]:
     """The engines that the planner tries, simplest first."""
 
+    known = "", "thread", "copy", "stage"
+
     def complexity(name: str) -> tuple[int, bool]:
-        counts = says("engine", name, "counts")
-        return ("", "thread", "copy", "stage").index(counts), says("engine", name, "starts_processes")
+        counts = says("engine", name, "counts")  # an engine of another package may count anything
+        return [*known, counts].index(counts), says("engine", name, "starts_processes")
 
     return tuple(sorted((name for name in names("engine") if says("engine", name, "planned")), key=complexity))
 

@@ -1,4 +1,4 @@
-"""Laws of codecs, exchanges and links, for the tests of a method of one's own.
+"""Laws of codecs, exchanges, engines and links, for the tests of a method of one's own.
 
     import pytest
     from paceline.testing import laws
@@ -8,18 +8,18 @@
     def test_codec(law):
         law(Codec)
 
-A law of a codec or an exchange is called with a function that makes one. A law of a link is called by every rank, with
-its link, in threads or processes of the test's own. Each raises AssertionError where it is broken.
+A law of a codec, an exchange or an engine is called with a function that makes one. A law of a link is called by every
+rank, with its link, in threads or processes of the test's own. Each raises AssertionError where it is broken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.testing import codecs, exchanges, links
+from paceline.testing import codecs, engines, exchanges, links
 from paceline.testing.law import Law
 
-LAWS = {"codec": codecs.laws, "exchange": exchanges.laws, "link": links.laws}
+LAWS = {"codec": codecs.laws, "exchange": exchanges.laws, "engine": engines.laws, "link": links.laws}
 
 
 def laws(kind: str) -> Sequence[Law]:

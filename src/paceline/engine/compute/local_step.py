@@ -26,7 +26,7 @@ class LocalStep:
         """Raises ValueError for a model that it cannot compute."""
 
     def check_step(self, moving: Moving) -> None:
-        """Called before each gradient. Raises ValueError."""
+        """Called after each gradient, with what its forward passes changed. Raises ValueError."""
 
     def check_sync_norm(self) -> None:
         """Raises ValueError where batch norm cannot see all rows of a batch at once."""
