@@ -25,7 +25,7 @@ NAMES = {
     "by_feature/automatic_gradient_accumulation": "--cpu",
     "by_feature/checkpointing": "--cpu --output_dir out --checkpointing_steps epoch",
     "by_feature/cross_validation": "--cpu --num_folds 2",
-    "by_feature/ddp_comm_hook": "--ddp_comm_hook fp16",
+    "by_feature/ddp_comm_hook": "--cpu --ddp_comm_hook fp16",
     "by_feature/early_stopping": "--cpu",
     "by_feature/gradient_accumulation": "--cpu --gradient_accumulation_steps 2",
     "by_feature/gradient_accumulation_for_autoregressive_models": "--cpu --gradient_accumulation_steps 2",
@@ -67,16 +67,16 @@ def stand_ins(folder: Path) -> None:
     random.seed(1)
     pairs = lambda i: {"idx": i, "sentence1": some(8), "sentence2": some(8), "label": i % 2}  # noqa: E731
     data_set(folder / "nyu-mll" / "glue", "mrpc", pairs)
-    data_set(folder / "Salesforce" / "wikitext", "wikitext-2-v1", lambda i: {"text": some(16)})
+    data_set(folder / "Salesforce" / "wikitext", "wikitext-2-v1", lambda i: {"text": some(16)}, 512)
 
 
-def data_set(folder: Path, name: str, row: Callable[[int], dict[str, str | int]]) -> None:
+def data_set(folder: Path, name: str, row: Callable[[int], dict[str, str | int]], count: int = 128) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    files = {"train": 128, "validation": 32, "test": 32}
+    files = {"train": count, "validation": 32, "test": 32}
     listed = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in files)
     (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: {name}\n  data_files:\n{listed}---\n")
-    for split, count in files.items():
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row(i)) + "\n" for i in range(count)))
+    for split, num_rows in files.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row(i)) + "\n" for i in range(num_rows)))
 
 
 def main(accelerate: Path, folder: Path, names: list[str]) -> None:
