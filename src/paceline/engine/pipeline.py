@@ -6,7 +6,8 @@
     a stage        lets one thread in at a time, in the order of the schedule (`compute/pipeline_schedule.py`)
 
 So the model's own forward runs unchanged, with whatever crosses the cut, and the process has the model, its gradients
-and the optimizer's state once. Without ``cut`` the first step is computed without a pipeline, and timed: then the cuts
+and the optimizer's state once: ``state_dict()`` of the model and of the optimizer have all stages, `Pace.evaluate` runs
+the whole model, and a checkpoint is that of `sequential`. Without ``cut`` the first step is computed without a pipeline, and timed: then the cuts
 divide its forward pass evenly.
 
 *Invariants*: bit-equal to sequential with ``accumulate`` as many micro-batches, whatever the schedule and the cut, if
