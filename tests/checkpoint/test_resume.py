@@ -38,6 +38,25 @@ def test_from_every_step_of_two_processes(two_processes, name):
     assert two_processes[name] == []
 
 
+CUT = "pipeline:2,micros=2,cut=6"
+
+
+def test_from_every_step_of_a_pipeline(tmp_path):
+    assert resuming.check(resuming.KINDS["momentum"], tmp_path, CUT) == []
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize(
+    ("engine", "num_nodes", "kinds"),
+    [("sequential", 2, [*resuming.METHODS]), (f"processes:2/{CUT}", 1, ["momentum"])],
+    ids=["nodes", "hybrid"],
+)
+def test_from_every_step_of_every_method(tmp_path, engine, num_nodes, kinds):
+    launch("resumed.py", tmp_path, *kinds, engine=engine, num_nodes=num_nodes)
+    faults = json.loads((tmp_path / "faults.json").read_text())
+    assert {name: faults[name] for name in kinds} == {name: [] for name in kinds}
+
+
 @pytest.mark.dear
 def test_only_what_rank_0_sees_is_gone_on_from_by_all(two_processes):
     error, went_on = two_processes["apart"]

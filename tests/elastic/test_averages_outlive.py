@@ -171,14 +171,19 @@ def test_below_the_minimum_all_is_kept_for_a_resume(tmp_path):
     assert checkpoint.read_newest(tmp_path).state["again"]
 
 
-@pytest.mark.dear("processes")
+@pytest.mark.dear("processes", "diloco")
 @pytest.mark.parametrize(
-    ("engine", "num_nodes", "step"),
-    [("sequential", 3, 7), ("sequential", 3, EPOCHS * 6 - 2), ("processes:2", 2, 7)],
-    ids=["middle", "end", "processes"],
+    ("engine", "num_nodes", "step", "how"),
+    [
+        ("sequential", 3, 7, "periods"),
+        ("sequential", 3, EPOCHS * 6 - 2, "periods"),
+        ("processes:2", 2, 7, "periods"),
+        ("sequential", 3, 7, "diloco"),
+    ],
+    ids=["middle", "end", "processes", "diloco"],
 )
-def test_every_sample_is_in_the_weights_as_often_as_there_are_epochs(tmp_path, engine, num_nodes, step):
-    done = launch(tmp_path, f"1:{step}:forward", "periods", engine=engine, num_nodes=num_nodes)
+def test_every_sample_is_in_the_weights_as_often_as_there_are_epochs(tmp_path, engine, num_nodes, step, how):
+    done = launch(tmp_path, f"1:{step}:forward", how, engine=engine, num_nodes=num_nodes)
     assert done.returncode == 0, done.stdout + done.stderr
     averaged = max(number for number in range(step + 1) if number % 4 == 0 or number % 6 == 0)  # or an epoch's end
     used = collections.Counter()

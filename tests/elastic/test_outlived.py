@@ -1,5 +1,6 @@
 """Real processes are killed: the survivors finish the training, sample by sample."""
 
+import copy
 import json
 import re
 import subprocess
@@ -7,13 +8,15 @@ import sys
 
 import pytest
 import torch
-from outlived import BATCH, COUNT, EPOCHS, Samples
+from outlived import BATCH, COUNT, EPOCHS, SEED, Samples
 
+import ranks
 from launching import HERE, environment
-from nodes import OPTIMIZERS, Plain, build, gap, reference
+from nodes import OPTIMIZERS, Plain, Rank, build, gap, reference
 from paceline.checkpoint import checkpoint
 from paceline.cli.prepare import span
 from paceline.data import sampler
+from paceline.launch.local import num_processes
 from paceline.report.record import read
 
 pytestmark = pytest.mark.long
@@ -22,6 +25,7 @@ START = (
     "sys.exit(local.start(sys.argv[4:], sys.argv[1], int(sys.argv[2]), min_nodes=int(sys.argv[3])))"
 )
 
+CUT = "pipeline:2,micros=2,cut=head"
 NUM_STEPS = EPOCHS * -(-COUNT // BATCH)
 
 
@@ -31,15 +35,18 @@ def launch(folder, *fates, engine="sequential", num_nodes=3, least=1, **more):
     return subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=110, check=False)
 
 
-def undisturbed():
+def batches():
     source = Samples()
-    turns = [sampler.permutation(3, epoch, COUNT) for epoch in range(EPOCHS)]
-    data = [
+    turns = [sampler.permutation(SEED, epoch, COUNT) for epoch in range(EPOCHS)]
+    return [
         (source.x[turn[at : at + BATCH]], source.y[turn[at : at + BATCH]])
         for turn in turns
         for at in range(0, COUNT, BATCH)
     ]
-    return reference(build(Plain), data, OPTIMIZERS["momentum"])
+
+
+def undisturbed():
+    return reference(build(Plain), batches(), OPTIMIZERS["momentum"])
 
 
 def check(folder, done, survivors, num_losses):
@@ -94,12 +101,34 @@ def test_what_the_leader_died_in_writing_the_next_one_writes(tmp_path):
 @pytest.mark.dear
 @pytest.mark.parametrize(
     ("victim", "engine"),
-    [(0, "processes:2"), (1, "processes:2"), (1, "processes:2/pipeline:2,micros=2,cut=head")],
+    [(0, "processes:2"), (1, "processes:2"), (1, f"processes:2/{CUT}"), (1, CUT)],
 )
-def test_a_node_of_several_processes_dies_as_one(tmp_path, victim, engine):
+def test_a_node_of_several_processes_or_stages_dies_as_one(tmp_path, victim, engine):
     done = launch(tmp_path, f"{victim}:4:forward", engine=engine, num_nodes=2)
-    said = [f"{1 - victim}-0", f"{1 - victim}-1"]
-    check(tmp_path, done, said, num_losses=1)
+    check(tmp_path, done, [f"{1 - victim}-{i}" for i in range(num_processes(engine))], num_losses=1)
+
+
+@pytest.mark.dear
+def test_sums_of_integers_are_those_of_all_nodes_and_then_of_the_survivors(tmp_path):
+    """As over a link in memory, where three nodes train until the failure, and two from then on."""
+
+    def train(link, begin, data, weights=None, optimizer=None):
+        rank = Rank(link, build(Plain), exchange="allreduce:forms=dense", codec="qsgd")
+        rank.exchange.step, rank.exchange.memory = begin, dict.fromkeys(rank.exchange.memory, SEED)
+        if weights:
+            rank.model.load_state_dict(weights)
+            rank.optimizer.load_state_dict(copy.deepcopy(optimizer))
+        rank.train(data)
+        return rank.state(), rank.optimizer.state_dict()
+
+    done = launch(tmp_path, "1:4:backward", "qsgd")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *_ = ranks.run(3, lambda link: train(link, 0, batches()[:4]))
+    (want, _), _ = ranks.run(2, lambda link: train(link, 4, batches()[4:], *first))
+    assert gap(want, undisturbed()[0]) > 1e-3, "nothing was rounded"
+    one, other = (torch.load(path, weights_only=True) for path in sorted(tmp_path.glob("*-0.pt")))
+    assert gap(one, want) < 1e-9
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 @pytest.mark.dear

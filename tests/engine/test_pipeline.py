@@ -1,5 +1,6 @@
 """A pipeline is sequential with as many micro-batches, bit by bit, whatever its schedule and cut."""
 
+import copy
 import re
 from functools import partial
 
@@ -9,6 +10,7 @@ from test_gradients_inside import Curved, Penalised, Sharp
 from test_what_forward_changes import Follower
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 import paceline
 import ranks
@@ -28,6 +30,7 @@ from paceline.engine.compute.pipeline_schedule import (
 from paceline.engine.compute.precision import Numerics
 from paceline.link.memory import world
 from paceline.registry import find, parse
+from paceline_bench.cluster.work import Transformer
 
 pytestmark = of_cpus
 BATCH = 24
@@ -84,11 +87,23 @@ def test_what_a_stage_holds():
     assert in_flight(SCHEDULES["1f1b"](3, 8)) == [3, 2, 1]
 
 
-def test_a_schedule_is_a_table():
-    lines = table(SCHEDULES["gpipe"](2, 2)).splitlines()
-    assert lines[0] == "stage 0  F0 F1 .  .  .  B0 B0 B1 B1"
-    assert lines[1] == "stage 1  .  F0 F1 B0 B0 B1 B1 .  ."
-    assert lines[2] == "9 ticks, 33% idle; micro-batches in flight: 2, 2"
+TABLES = {
+    ("gpipe", 2, 2): """
+stage 0  F0 F1 .  .  .  B0 B0 B1 B1
+stage 1  .  F0 F1 B0 B0 B1 B1 .  .
+9 ticks, 33% idle; micro-batches in flight: 2, 2""",
+    ("1f1b", 2, 4): """
+stage 0  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
+stage 1  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .
+15 ticks, 20% idle; micro-batches in flight: 2, 1""",
+}
+
+
+@pytest.mark.parametrize("of", TABLES)
+def test_a_schedule_is_a_table(of):
+    name, stages, micros = of
+    assert table(SCHEDULES[name](stages, micros)) == TABLES[of].strip()
+    assert f" {(stages - 1) / (micros + stages - 1):.0%} idle" in TABLES[of], "the bubble of the definition"
 
 
 def test_a_schedule_that_waits_for_itself_is_an_error():
@@ -376,8 +391,31 @@ def test_a_script_names_it_and_evaluates_and_saves_as_ever(tmp_path):
                 pace.step((x, y))
             found = pace.evaluate(list(zip(*DATA[0], strict=True)), lambda output, y: (output.argmax(1) == y).sum())
             pace.save()
-        return model.state_dict(), found
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            pace.step(DATA[0])
+            assert not same(model.state_dict(), saved[0])
+            assert pace.restore()
+            restored = model.state_dict(), optimizer.state_dict()
+            assert_close(restored, saved, rtol=0, atol=0)
+        return saved, found
 
-    (state, found), (its, its_found) = run("sequential"), run("pipeline:2,micros=4,cut=second")
-    assert same(state, its)
+    (one, found), (other, its_found) = run("sequential"), run("pipeline:2,micros=4,cut=second")
+    assert one[0].keys() == build().state_dict().keys()
+    assert_close(other, one, rtol=0, atol=0)
     assert found == its_found
+
+
+def test_a_transformer_is_cut_into_stages_of_like_memory():
+    """Bytes of weights, gradients and momentum, by the stage that computes with them."""
+    tokens = torch.arange(32).view(4, 8)
+    made = pipeline.Engine(2, 2, cut="blocks.3")
+    model = build(lambda: Transformer(4096, 8, 320, 6, 5), torch.float32)
+    (rank,) = ranks.run(1, lambda link: Rank(link, model, OPTIMIZERS["momentum"], engine=made, batch=4))
+    rank.train([(tokens, tokens)])
+    held = [0, 0]
+    for name, stage in made.backward._stages.items():
+        weight = rank.model.get_parameter(name)
+        held[stage] += 2 * weight.nbytes + rank.optimizer.state[weight]["momentum_buffer"].nbytes
+    made.close()
+    assert sum(held) == 3 * sum(weight.nbytes for weight in model.parameters())
+    assert max(held) <= 0.6 * sum(held)

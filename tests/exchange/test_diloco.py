@@ -12,7 +12,7 @@ from paceline.data.sampler import Assignment
 from paceline.registry import parse
 
 BATCH = 24
-DATA = [rows(BATCH, seed) for seed in range(8)]
+DATA = [rows(BATCH, seed) for seed in range(10)]
 CODECS = ("none", "half", "feedback/topk:keep=0.1", "feedback/lowrank:1", "qsgd", "lossless/none")
 
 

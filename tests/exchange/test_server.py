@@ -65,8 +65,9 @@ def test_every_elementwise_optimizer(optimizer):
 
 @pytest.mark.parametrize(("size", "clip"), [(1, 0.05), (2, None), (5, None)])
 def test_every_number_of_nodes(size, clip):
-    want, _ = reference(build(Plain), DATA, ANY["nesterov"], clip)
-    check(ranks.run(size, lambda link: train(link, build(Plain), ANY["nesterov"], clip=clip).state()), want)
+    data = DATA + [rows(24, seed) for seed in range(5, 10)]
+    want, _ = reference(build(Plain), data, ANY["nesterov"], clip)
+    check(ranks.run(size, lambda link: train(link, build(Plain), ANY["nesterov"], data, clip=clip).state()), want)
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -300,5 +300,30 @@ def test_a_good_model_is_the_same_and_has_no_cause(name, tmp_path, monkeypatch):
     assert kinds(found) == {"float32"} or found.close
 
 
+METHODS = {
+    "server": {"exchange": "server"},
+    "diloco": {"exchange": "diloco:1,lr=1,beta=0"},
+    "lowrank": {"exchange": "allreduce:forms=dense", "codec": f"feedback/lowrank:rank={HIDDEN},min_rate=0"},
+    "pipeline": {"engine": "pipeline:2,micros=2,cut=1"},
+}
+LOSSY = {
+    "diloco": {"exchange": "diloco:2"},
+    "lowrank": {"codec": "feedback/lowrank:rank=1,min_rate=0"},
+    "qsgd": {"codec": "qsgd"},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_without_loss_is_the_same(name, tmp_path, monkeypatch):
+    assert verified(Script(mlp, **METHODS[name]), tmp_path, monkeypatch).close
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_lossy_method_is_the_only_cause(name, tmp_path, monkeypatch):
+    found = verified(Script(mlp, **LOSSY[name]), tmp_path, monkeypatch)
+    assert not found.same
+    assert kinds(found) == {"synchronisation"}
+
+
 def test_there_are_thirty():
     assert len(GOOD) >= 30

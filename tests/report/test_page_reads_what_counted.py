@@ -11,9 +11,40 @@ import threading
 import pytest
 
 import records
+from launching import launch
+from nodes import Plain
+from paceline.report.page.charts import quantity
 from paceline.report.page.run import load
+from paceline.report.page.summary import tiles
 from paceline.report.record import Record, read
 from records import step, write
+
+DENSE = 8 * sum(weight.numel() for weight in Plain().parameters())  # bytes that each of two nodes sends in a step
+EXCHANGES = {
+    "server": DENSE,
+    "diloco:2": DENSE * 2 / 5,  # two of five steps
+    "allreduce:forms=dense, feedback/lowrank:1": 8 * ((96 + 128) + (128 + 128) + (128 + 3) + (128 + 128 + 3)),
+    "allreduce:forms=dense, qsgd": -(-DENSE // 8 // 512) * (512 + 8),
+}
+CUT = "pipeline:2,micros=2,cut=head"
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize(
+    ("engine", "exchanges"),
+    [("sequential", EXCHANGES), *((name, {"allreduce:forms=dense": DENSE}) for name in (CUT, f"processes:2/{CUT}"))],
+    ids=["exchanges", "pipeline", "hybrid"],
+)
+def test_a_run_names_its_method_and_what_it_sends(tmp_path, engine, exchanges):
+    cases = {name: f"plain,sgd,0,{','.join((name + ', none').split(', ')[:2])}" for name in exchanges}
+    launch("many.py", tmp_path, *cases.values(), engine=engine, num_nodes=2)
+    for name, case in cases.items():
+        run = load(tmp_path / "runs" / case)
+        num_bytes = run.steps["sent_bytes"].mean()
+        assert 0 <= num_bytes - exchanges[name] < 500, "votes"
+        told = {"engine": engine, "exchange": name, "sent per step": quantity(num_bytes, "B")}
+        for key, value in told.items():
+            assert f"<dt>{key}</dt><dd>{value}</dd>" in tiles(run)
 
 
 def test_threads_do_not_mix_their_lines(tmp_path):

@@ -122,9 +122,9 @@ def test_list_gives_every_plug_in_its_description():
 
 
 @pytest.mark.dear
-@pytest.mark.parametrize("how", [("--nodes", 2), ("--nodes", 2, "--engine", "processes:2")])
+@pytest.mark.parametrize("how", [(), *(("--engine", name) for name in ("processes:2", "processes:2/pipeline:2"))])
 def test_verify_says_the_same_of_an_exact_exchange(how):
-    said = paceline("verify", "--steps", 6, *how, OWN_LOOP)
+    said = paceline("verify", "--steps", 6, "--nodes", 2, *how, OWN_LOOP)
     assert re.search(r"6 steps in float64, dropout off: .*\nthe same\n", said)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedules
 
 import paceline
+from paceline.step.average import average
 
 ROWS, COUNT, EPOCHS = 16, 44, 2  # three steps an epoch, the last one short
 STEPS = EPOCHS * -(-COUNT // ROWS)
@@ -52,10 +53,16 @@ class Kind:
     drop: float = 0.0
     noise: float = 0.0
     scale: float | None = None
+    averages: bool = False  # between steps, and before a checkpoint
     options: dict[str, Any] = field(default_factory=dict)
 
     def run(
-        self, folder: Path, engine: str | None = None, save: bool = False, start: Path | None = None, seed: int = 1
+        self,
+        folder: Path,
+        engine: str | None = None,
+        save: Sequence[int] = (),
+        start: Path | None = None,
+        seed: int = 1,
     ) -> Run:
         """Losses and weights. A run that goes on begins from other random states, which must not matter."""
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
@@ -83,9 +90,10 @@ class Kind:
                 losses.append(pace.step(batch))
                 if batch.ends_epoch:
                     pace.evaluate(Noisy(0.0), lambda output, target: (output.argmax(1) == target).sum())
-                if save:
+                if pace.num_steps in save:
                     pace.facts["seen"] = pace.num_steps
                     pace.save(wait=pace.num_steps % 2 == 0)  # both ways
+            average(pace.run, state=True)
             state = [tensor.detach().clone() for tensor in model.state_dict().values()]
             state += [value for value in _leaves(pace.engine.optimizer_state()["state"]) if isinstance(value, Tensor)]
             state += [torch.tensor([pace.run.scaler.scale, optimizer.param_groups[0]["lr"]], dtype=torch.float64)]
@@ -117,6 +125,13 @@ KINDS = {
         lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), options={"precision": "fp16"}, scale=2.0**23, drop=0.2
     ),
 }
+# how nodes synchronise
+METHODS = {
+    "server": Kind(lambda p: torch.optim.Adam(p, lr=0.01), options={"exchange": "server"}, drop=0.2),
+    "diloco": Kind(lambda p: torch.optim.Adam(p, lr=0.01), options={"exchange": "diloco:2"}, averages=True),
+    "lowrank": Kind(options={"exchange": "allreduce:forms=dense", "codec": "feedback/lowrank:1"}, drop=0.2),
+    "qsgd": Kind(options={"codec": "qsgd"}, drop=0.2),
+}
 
 
 def same(one: Run, other: Run) -> bool:
@@ -127,12 +142,13 @@ def same(one: Run, other: Run) -> bool:
 def check(kind: Kind, folder: Path, engine: str | None = None) -> list[str]:
     """What is not as it should be, at which step."""
     whole = kind.run(folder / "whole", engine)
-    saved = kind.run(folder / "saved", engine, save=True)
-    faults = [] if same(whole, saved) else ["saving changed the run"]
-    for step in range(1, STEPS + 1):
-        losses, state = kind.run(
-            folder / f"again {step}", engine, start=folder / "saved" / f"checkpoint-{step:08d}", seed=100 + step
-        )
+    steps, saved = range(1, STEPS + 1), folder / "saved"
+    faults = [] if same(whole, kind.run(saved, engine, save=steps)) or kind.averages else ["saving changed the run"]
+    for step in steps:
+        if kind.averages:  # all other checkpoints would end a period
+            whole = kind.run(saved := folder / f"saved {step}", engine, save=[step])
+        start = saved / f"checkpoint-{step:08d}"
+        losses, state = kind.run(folder / f"again {step}", engine, start=start, seed=100 + step)
         if not same((whole[0][:step] + losses, state), whole):
             faults.append(f"from step {step}: {whole[0][step:]} became {losses}")
     return faults

@@ -22,7 +22,7 @@ from paceline.job import Job
 from paceline.pace import Pace
 from paceline.planner.diagnose import equivalence
 from paceline.planner.diagnose.equivalence import Comparison, EquivalenceRun
-from paceline.registry import parse
+from paceline.registry import BASELINE, CODEC, EXCHANGE, parse
 from paceline.report.activity import Activity
 from paceline.training import Training
 from ranks import run
@@ -57,7 +57,9 @@ class Script:
     prepare: Callable[[nn.Module], Any] = lambda model: None
     options: dict[str, Any] = field(default_factory=dict)
     data: Callable[[Dataset[Any]], Any] = lambda rows: rows
-    engine: str = "sequential"
+    engine: str = BASELINE  # of the nodes; one process is the baseline
+    exchange: str = EXCHANGE
+    codec: str = CODEC
     own: Callable[[Any, nn.Module, Any], Any] | None = None  # a loop of one's own: (pace, model, its samples)
     rate: Callable[[], float] | None = None
     between: Callable[[Any, nn.Module], Any] = lambda pace, model: None
@@ -75,8 +77,9 @@ class Script:
             optimizer.param_groups[0]["lr"] = self.rate()
         job = Job(model, optimizer, loss, BATCH, shares="equal", **self.options)
         world = LaunchEnvironment(node=link.rank, num_nodes=link.size) if link else LaunchEnvironment()
-        parts = parse("engine", self.engine), parse("exchange", "allreduce"), parse("codec", "none")
-        parts[0].accumulate = job.accumulate
+        engine = parse("engine", self.engine if link else BASELINE)
+        parts = engine, parse("exchange", self.exchange), parse("codec", self.codec)
+        engine.accumulate = job.accumulate
         _here.witness = told
         try:
             pace = Pace(Training(job, *parts, link and Members(link, Activity()), world, None))

@@ -27,7 +27,8 @@ def state(run: RunState) -> dict[str, Any]:
     """Everything except the weights. Collective: every process must call it."""
     own = json.dumps(rng.to_json(rng.state())).encode()
     exchange = run.exchange.state()
-    memory = exchange.pop("memory", None)
+    memory, optimizer = exchange.pop("memory", None), run.engine.optimizer_state()
+    link = (lambda: run.link) if run.world.local_rank == 0 else None
     return {
         "epoch": run.cursor.epoch,
         "next_step": run.cursor.next_step,
@@ -39,13 +40,17 @@ def state(run: RunState) -> dict[str, Any]:
         "batch_size": run.job.batch_size,
         "shares": list(run.shares),
         "optimizer_kind": kind_of(run.job.optimizer),
-        "optimizer": run.engine.optimizer_state(),
+        "optimizer": optimizer,
+        # of the nodes after the first, whose own momentum an exchange keeps that averages weights
+        "other_optimizers": []
+        if run.exchange.consensus == "step"
+        else codec_state.collect(run.control, link, optimizer)[1:],
         "schedule": run.job.scheduler.state_dict() if run.job.scheduler else None,
         "scaler": dict(vars(run.scaler)),
         "exchange": exchange,
         "specs": _names(run),
         "random": [json.loads(message) for message in run.control.all_gather(own)],
-        "memories": codec_state.collect(run.control, (lambda: run.link) if run.world.local_rank == 0 else None, memory),
+        "memories": codec_state.collect(run.control, link, memory),
         "methods": run.methods,
         "plan": run.row,
         "facts": run.facts,
@@ -71,7 +76,9 @@ def restore(run: RunState, checkpoint: Checkpoint) -> None:
         )
     load(job.model, checkpoint.weights, str(checkpoint.path))
     try:
-        run.engine.load_optimizer_state(saved["optimizer"])
+        optimizers = [saved["optimizer"], *saved.get("other_optimizers", ())]
+        same_nodes = len(optimizers) == run.world.num_nodes
+        run.engine.load_optimizer_state(optimizers[run.world.node if same_nodes else 0])
     except (ValueError, KeyError) as error:
         raise ValueError(f"the checkpoint {checkpoint.path} is of another optimizer: {error}") from None
     if job.scheduler and saved["schedule"]:

@@ -6,8 +6,9 @@
     a stage        lets one thread in at a time, in the order of the schedule (`compute/pipeline_schedule.py`)
 
 So the model's own forward runs unchanged, with whatever crosses the cut, and the process has the model, its gradients
-and the optimizer's state once. Without ``cut`` the first step is computed without a pipeline, and timed: then the cuts
-divide its forward pass evenly.
+and the optimizer's state once: their ``state_dict()`` and checkpoints contain all stages, and `Pace.evaluate` runs the
+whole model. Without ``cut`` the first step is computed without a pipeline, and timed: then the cuts divide its forward
+pass evenly.
 
 *Invariants*: bit-equal to sequential with ``accumulate`` as many micro-batches, whatever the schedule and the cut, if
 the update has as many threads (under autocast: where no weight is used twice); one stage is sequential. Dropout masks

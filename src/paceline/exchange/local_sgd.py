@@ -3,7 +3,7 @@
 *Cost*: 2 (N - 1) / N bytes of the weights every ``period`` steps, none between.
 *Invariants*: period 1 with plain SGD equals all-reduce; after an average all replicas are bit-equal; with one rank
 nothing changes; the mean over ranks, weighted by their samples, is conserved.
-*Source*: local SGD, Stich 2018 (arXiv 1805.09767). Momentum stays local.
+*Source*: local SGD, Stich 2018 (arXiv 1805.09767). Momentum stays local; a checkpoint has each node's.
 """
 
 from __future__ import annotations

@@ -64,6 +64,7 @@ def main(folder, *cases):
             clip=float(clip) or None,
             exchange=exchange.rstrip("!"),
             codec=codec,
+            folder=Path(folder) / "runs" / case,
             **({"precision": "bf16"} if more == ["bf16"] else {"accumulate": int(*more)} if more else {}),
         ) as pace:
             redone = refuse(pace, (1, 3)) if exchange.endswith("!") else []

@@ -6,6 +6,8 @@ place of one of these words:
     sync, half, adam, shares    how it trains: batch norm over everyone, codec, optimizer with a schedule, unlike shares
     clip                        likewise: by a norm that is reached in every step
     server                      likewise: each node updates a part of the weights
+    periods, diloco             likewise: weights are averaged every four steps, or combined by an outer optimizer
+    qsgd                        likewise: by sums of integers of 8 bits
     whole, thin                 likewise: by low-rank sums of full width, which are exact, or of rank 1
     memory                      no node has room for more than a third of the batch
     back                        who leads waits, between steps, for each that died to come back
@@ -34,7 +36,7 @@ from paceline.elastic import assignment, state_transfer
 from paceline.elastic.fault_tolerant import FaultTolerantControl
 from paceline.link.net import rendezvous
 
-BATCH, COUNT = 24, 24 * 5 + 7
+BATCH, COUNT, SEED = 24, 24 * 5 + 7, 3
 EPOCHS = 4  # 24 steps: two that come back, one of them in vain, take up to 19 of them, as fast as copies are sent
 NODE = int(os.environ.get("OUTLIVED_NODE", os.environ.get("GROUP_RANK", "0")))
 LOCAL = int(os.environ.get("LOCAL_RANK", "0"))
@@ -46,6 +48,8 @@ HOW = {"half": {"codec": "half"}, "shares": {"shares": (3.0, 2.0, 1.0)}, "sync":
 HOW["clip"] = {"clip": 0.3}
 HOW["memory"] = {"most_rows": BATCH // 3}
 HOW["periods"] = {"exchange": "local_sgd:4"}
+HOW["diloco"] = {"exchange": "diloco:4"}
+HOW["qsgd"] = {"codec": "qsgd", "exchange": "allreduce:forms=dense"}
 HOW["server"] = {"exchange": "server"}
 HOW["whole"] = {"codec": "feedback/lowrank:rank=64,min_rate=0", "exchange": "allreduce:forms=dense"}  # exact
 HOW["thin"] = {"codec": "feedback/lowrank:1", "exchange": "allreduce:forms=dense"}
@@ -142,7 +146,7 @@ def main(folder, *words):
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if "adam" in words else None
     how = {name: value for word in words for name, value in HOW.get(word, {}).items()}
     with paceline.join(
-        model, optimizer, loss, batch_size=BATCH, seed=3, folder=folder, scheduler=scheduler, **how
+        model, optimizer, loss, batch_size=BATCH, seed=SEED, folder=folder, scheduler=scheduler, **how
     ) as pace:
         vote = pace.control.commit
 

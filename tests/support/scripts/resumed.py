@@ -7,7 +7,8 @@ from pathlib import Path
 import resuming
 
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-faults = {name: resuming.check(resuming.KINDS[name], folder / name) for name in sys.argv[2:]}
+kinds = resuming.KINDS | resuming.METHODS
+faults = {name: resuming.check(kinds[name], folder / name) for name in sys.argv[2:]}
 faults["apart"] = resuming.apart(folder / "apart", rank)
 if rank == 0:
     resuming.write(folder, faults)

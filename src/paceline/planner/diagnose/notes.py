@@ -40,7 +40,10 @@ class EquivalenceObserver(StepObserver):
     def ends(self, summary: StepSummary) -> None:
         run, equivalence, vote = self.run, self.equivalence, summary.outcome.vote
         run.settle()
-        loss = vote.loss_sum / vote.weight if vote.weight else math.nan
+        loss_sum, weight = vote.loss_sum, vote.weight
+        if run.world.world_size > 1 and run.exchange.consensus != "step":  # the vote is that of one node
+            loss_sum, weight = run.control.all_reduce([loss_sum, weight])
+        loss = loss_sum / weight if weight else math.nan
         if not equivalence.note(run.job.model, run.job.optimizer, loss):
             return
         equivalence.facts |= {

@@ -56,7 +56,8 @@ def facts(run: Run) -> dict[str, str]:
     )
     memory, cpu = _known(run.column("usage", "memory_bytes")), _known(run.column("usage", "run_cores"))
     gain, predicted_s = bars.speedup(run), bars.predicted_s(run)
-    (exposed_s, share), step_bytes = exposed(run), per_step(run, "sent_bytes")
+    # between two averages nothing is sent, and then the median is 0
+    (exposed_s, share), step_bytes = exposed(run), per_step(run, "sent_bytes") or float(sent.mean())
     return {
         "test accuracy": f"{100 * test[-1]:.1f} %" if len(test) else "",
         "final loss": "" if np.isnan(loss(run)) else number(loss(run)),
