@@ -33,6 +33,9 @@ FIXED = "allreduce:forms=bytes,packed=never"
 COMMANDS = ("train", "plan", "run", "attach", "pack", "predict", "report", "track", "list", "doctor", "verify", "bench")
 
 
+ALONE = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # the installed version's entry point is not for another one
+
+
 @dataclass(frozen=True)
 class Case:
     """``sizes``: the processes of each node. ``job``: what golden_job.py is told."""
@@ -97,7 +100,7 @@ def environment(home: Path, case: Case, node: int, local_rank: int, port: int) -
     if len(set(sizes)) > 1:
         own["PACELINE_LOCAL_SIZES"] = ",".join(map(str, sizes))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
-    kept |= {"PYTHONPATH": sources(home), "OMP_NUM_THREADS": "1", "PACELINE_SECRET": "golden" * 6}
+    kept |= {"PYTHONPATH": sources(home), "OMP_NUM_THREADS": "1", "PACELINE_SECRET": "golden" * 6} | ALONE
     return kept | {name: str(value) for name, value in own.items()} | case.environment
 
 
@@ -175,7 +178,7 @@ SIGNATURE = "import inspect, paceline; print(inspect.signature(paceline.join))"
 def asked(home: Path, words: Sequence[str], limit_s: float = 3600.0) -> str:
     done = subprocess.run(
         [sys.executable, *words],
-        env=os.environ | {"PYTHONPATH": sources(home), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "TERM": "dumb"},
+        env=os.environ | ALONE | {"PYTHONPATH": sources(home), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "TERM": "dumb"},
         capture_output=True, text=True, check=False, timeout=limit_s,
     )  # fmt: skip
     return done.stdout + (done.stderr if done.returncode else "")

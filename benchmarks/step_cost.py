@@ -102,18 +102,18 @@ class Version:
             port = str(server.getsockname()[1])
         # the benchmarks' own modules are this checkout's only where they are the version's
         paths = [str(path) for path in (home / "src", home / "bench" / "src") if path.is_dir()]
-        base = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PACELINE_SECRET": "cost" * 8, "MASTER_PORT": port}
+        version = {"PYTHONPATH": os.pathsep.join(paths), "PACELINE_SECRET": "cost" * 8, "MASTER_PORT": port}
+        version["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # the installed version's entry point is not for another one
         command = [sys.executable, __file__, "--work", name]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.processes = []
         for n in range(nodes):
             if cluster:
-                own = {each: base[each] for each in ("PYTHONPATH", "PACELINE_SECRET", "MASTER_PORT")}
-                self.processes.append(cluster.start(n, command, own, **pipes))
+                self.processes.append(cluster.start(n, command, version, **pipes))
                 continue
             own = {"RANK": str(n), "GROUP_RANK": str(n), "WORLD_SIZE": str(nodes), "MASTER_ADDR": "127.0.0.1"}
             own |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            self.processes.append(subprocess.Popen(command, env=base | own, **pipes))
+            self.processes.append(subprocess.Popen(command, env={**os.environ, **version, **own}, **pipes))
 
     def block(self, steps: int) -> float:
         for process in self.processes:
