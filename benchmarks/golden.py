@@ -176,9 +176,10 @@ SIGNATURE = "import inspect, paceline; print(inspect.signature(paceline.join))"
 
 
 def asked(home: Path, words: Sequence[str], limit_s: float = 3600.0) -> str:
+    own = {"PYTHONPATH": sources(home), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "TERM": "dumb"}
     done = subprocess.run(
         [sys.executable, *words],
-        env=os.environ | ALONE | {"PYTHONPATH": sources(home), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "TERM": "dumb"},
+        env=os.environ | ALONE | own,
         capture_output=True, text=True, check=False, timeout=limit_s,
     )  # fmt: skip
     return done.stdout + (done.stderr if done.returncode else "")
