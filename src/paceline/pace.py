@@ -34,7 +34,7 @@ from paceline.report.log import log
 from paceline.report.record import Record
 from paceline.step import buffer_broadcast
 from paceline.step.average import average
-from paceline.step.like_torch import logged, missing
+from paceline.step.like_torch import LossValue, logged, missing
 from paceline.step.manual_loop import ManualLoop
 from paceline.step.step import ComputeGradient
 from paceline.training import Training
@@ -197,8 +197,8 @@ class Pace:
 
     # the step
 
-    def step(self, batch: Any) -> float:
-        """Forward, backward, all-reduce, optimizer step. Returns the mean loss over the global batch.
+    def step(self, batch: Any) -> LossValue:
+        """Forward, backward, all-reduce, optimizer step. Returns the mean loss over the global batch, a float.
 
         ``batch`` comes from `batches`, or contains this process's own samples, in the form of the dataset.
         Raises LinkError, NotFinite (a FloatingPointError), NoGradient (a RuntimeError), UnlikeOptions (a ValueError),
@@ -208,7 +208,7 @@ class Pace:
         if not isinstance(batch, GlobalBatch):
             batch = UserBatch(batch, float(self.run.job.batch_size))
         auto_resume.on_step_without_data(self)
-        return self.training.step(batch)
+        return LossValue(self.training.step(batch))
 
     def _manual_step(self, batch: GlobalBatch, gradient: ComputeGradient) -> float:
         auto_resume.on_step_without_data(self)
@@ -232,9 +232,9 @@ class Pace:
         """Clips the next `update` by the norm of the global gradient."""
         self._manual.clip(norm)
 
-    def update(self) -> float:
+    def update(self) -> LossValue:
         """After `backward`: all-reduces the gradients and applies them. Returns the global mean loss."""
-        return self._manual.update()
+        return LossValue(self._manual.update())
 
     @property
     def grad_norm(self) -> float | None:

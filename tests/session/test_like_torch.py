@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 
 import pytest
@@ -27,12 +29,19 @@ def joined(**options):
     return model, paceline.join(model, optimizer, F.cross_entropy, batch_size=4, engine="sequential", **options)
 
 
-def test_the_loss_of_a_step_is_a_plain_number(tmp_path):
-    """Story: of a class of its own, for the sake of `.item()`, it could be saved, and not loaded with weights_only."""
-    _, pace = joined()
+def test_the_loss_of_a_step_is_a_number_that_is_read_as_a_tensor_is(tmp_path):
+    """Story: it could be saved, and torch.load, which accepts no class of ours, refused the file."""
+    model, pace = joined()
     with pace:
         loss = pace.step((X[:4], Y[:4]))
-    assert type(loss) is float
+        pace.backward(F.cross_entropy(model(X[:4]), Y[:4]))
+        assert pace.update().item() < loss
+    assert isinstance(loss, float)
+    assert loss.item() == loss.detach().cpu().item() == float(loss) == copy.deepcopy(loss)
+    assert f"{loss:.3f} {loss}" == f"{float(loss):.3f} {float(loss)}"
+    assert json.loads(json.dumps([loss])) == [loss]
+    with pytest.raises(RuntimeError, match=r"leave loss\.backward\(\) and optimizer\.step\(\) out.*pace\.rows"):
+        loss.backward()
     torch.save({"losses": [loss]}, tmp_path / "losses.pt")
     assert torch.load(tmp_path / "losses.pt", weights_only=True) == {"losses": [loss]}
 

@@ -1,10 +1,15 @@
-"""What to write instead of names that other libraries' handles have, and which numbers can be logged."""
+"""What loops written for torch do with a loss, what to write instead of names that other libraries' handles have.
+
+The loss of a step is a number, since backward and the update are done. It has the methods by which loops read a tensor.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
+
+import torch
 
 INSTEAD = {
     "module": "the model is your own object: use it, as in model.state_dict()",
@@ -38,6 +43,35 @@ def missing(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], n=1)
     hint = INSTEAD.get(name) or (f"did you mean {close[0]!r}?" if close else "")
     return f"what join() returned has no attribute {name!r}" + (f"; {hint}" if hint else "")
+
+
+class LossValue(float):
+    """The mean loss of a step over the global batch. Pickled, as by torch.save, it is a tensor: torch.load accepts no
+    class that it does not know."""
+
+    def item(self) -> float:
+        return float(self)
+
+    def detach(self) -> LossValue:
+        return self
+
+    def cpu(self) -> LossValue:
+        return self
+
+    def backward(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "pace.step has computed the gradient and applied it: leave loss.backward() and optimizer.step() out; in a "
+            "loop of your own use rows = pace.rows(batch), pace.backward(loss), pace.update()"
+        )
+
+    def __copy__(self) -> LossValue:
+        return self
+
+    def __deepcopy__(self, _: Any) -> LossValue:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch.tensor(float(self), dtype=torch.float64).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def logged(name: str, value: Any) -> float:
