@@ -36,7 +36,9 @@ from paceline.transport import Detect, FailureDetector, Waits
 dist: Any = torch.distributed  # its stubs leave out what we use
 
 LARGE_BYTES = 1 << 16  # of a gather: from here its copies cost more than another message
-CHUNK_BYTES = 1 << 19  # of a gather: larger ones, sent in both directions at once, take 1.5 times as long at 100 Mbit/s
+CHUNK_BYTES = (
+    1 << 19
+)  # of a message: larger ones, sent in both directions at once, take 1.5 times as long at 100 Mbit/s
 POLL_S = 0.5
 RECONNECT_S = 2.5  # in which ranks must reach each other after a failure: TCP retransmits a lost SYN after 1 s
 LEFT_S = 30.0  # in which all that a peer sent before it left has arrived
@@ -212,7 +214,7 @@ class Link(transport.Link):
             return self._handle(All(works), "all-gather", tensor.nbytes, what, lambda: parts)
         works = [
             self._start(partial(self._group.allgather, [[part[i:j] for part in parts]], [tensor[i:j]]), what)
-            for i, j in _chunks(min(rows), row_bytes, sys.maxsize if self.high_bandwidth else CHUNK_BYTES)
+            for i, j in self._chunks(min(rows), row_bytes)
         ]
         # the rows beyond the smallest number by one broadcast per rank: no padding is sent
         parts[self.rank][min(rows) :] = tensor[min(rows) :]
@@ -223,27 +225,36 @@ class Link(transport.Link):
         return self._handle(All(works), "all-gather", tensor.nbytes, what, lambda: parts)
 
     def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> transport.Handle:
-        tensor = tensor.contiguous()
-        # (size, n, ...)
-        received = tensor.new_empty((self.size, len(tensor) // self.size, *tensor.shape[1:]))
+        slices = tensor.reshape(self.size, -1)
+        own = tensor.new_empty((len(tensor) // self.size, *tensor.shape[1:]))
         wide = torch.float32 if tensor.is_floating_point() and tensor.itemsize < 4 else tensor.dtype
+        spans = list(self._chunks(slices.shape[1], self.size * tensor.itemsize))
+        sent = [slices[:, i:j].contiguous() for i, j in spans]
+        received = [torch.empty_like(each) for each in sent]
 
         def added() -> Tensor:
-            return received.sum(0, dtype=wide).to(tensor.dtype)
+            for (i, j), each in zip(spans, received, strict=True):
+                own.view(-1)[i:j] = each.sum(0, dtype=wide)
+            return own
 
         if not tensor.numel():
-            return Done(received.sum(0, dtype=tensor.dtype))
-        work = self._trade(received, tensor, [], [], what)
-        return self._handle(work, "reduce-scatter", tensor.nbytes, what, added)
+            return Done(own)
+        works = [self._trade(into, each, [], [], what) for into, each in zip(received, sent, strict=True)]
+        return self._handle(All(works), "reduce-scatter", tensor.nbytes, what, added)
 
     def shift(self, tensor: Tensor, what: str = "shift") -> transport.Handle:
         received, tensor = torch.empty_like(tensor, memory_format=torch.contiguous_format), tensor.contiguous()
-        into, out = ([0] * self.size for _ in range(2))
-        into[(self.rank - 1) % self.size] = out[(self.rank + 1) % self.size] = tensor.nbytes
         if not tensor.nbytes:
             return Done(received)
-        work = self._trade(received, tensor, into, out, what)
-        return self._handle(work, "shift", tensor.nbytes, what, lambda: received)
+        works = []
+        for i, j in self._chunks(tensor.numel(), tensor.itemsize):
+            into, out = ([0] * self.size for _ in range(2))
+            into[(self.rank - 1) % self.size] = out[(self.rank + 1) % self.size] = (j - i) * tensor.itemsize
+            works.append(self._trade(received.view(-1)[i:j], tensor.view(-1)[i:j], into, out, what))
+        return self._handle(All(works), "shift", tensor.nbytes, what, lambda: received)
+
+    def _chunks(self, rows: int, row_bytes: int) -> list[tuple[int, int]]:
+        return _chunks(rows, row_bytes, sys.maxsize if self.high_bandwidth else CHUNK_BYTES)
 
     def _trade(self, received: Tensor, sent: Tensor, into: Sequence[int], out: Sequence[int], what: str) -> Any:
         """Bytes from each rank to each: as many as ``out`` says to each, ``into`` from each; without these, as many to
