@@ -7,7 +7,7 @@ from torch.nn import functional as F
 import ranks
 from nodes import HIDDEN, IN, MODELS, OPTIMIZERS, OUT, Plain, Rank, Whole, build, gap, reference, rows
 from paceline import registry
-from paceline.exchange.allreduce import choose, dense_cost, factor_cost
+from paceline.exchange.flow.cost_model import choose, dense_cost, factor_cost
 from paceline.link.memory import world
 from paceline.messages import DENSE, FACTORS
 from paceline.step.average import average

@@ -25,6 +25,8 @@ Saved = Sequence[tuple[nn.Parameter, Tensor, Tensor]]
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """A GPU copies all that have a type by one kernel."""
+    if not tensors:
+        return []
     found = {i: each.clone() for i, each in enumerate(tensors) if not _is_common(each)}
     for kind in {(each.dtype, each.device) for i, each in enumerate(tensors) if i not in found}:
         alike = {i: t.detach() for i, t in enumerate(tensors) if i not in found and (t.dtype, t.device) == kind}

@@ -144,9 +144,9 @@ def square_norm(grads: Sequence[Tensor], factored: Sequence[Factored] = ()) -> f
 
 
 def _read(numbers: Sequence[Tensor]) -> list[float]:
-    if any(each.is_cpu for each in numbers) or len({(each.dtype, each.device) for each in numbers}) > 1:
+    if not numbers or numbers[0].is_cpu or len({(each.dtype, each.device) for each in numbers}) > 1:
         return list(map(float, numbers))
-    return torch.stack(list(numbers)).tolist() if numbers else []
+    return torch.stack(list(numbers)).tolist()
 
 
 @torch.no_grad()
