@@ -14,6 +14,7 @@ from paceline.testing.law import Law
 from paceline.transport import Handle, Link
 
 COUNTS = (0, 1, 7, 1000)  # empty, one, a prime, more than one packet of eight
+LARGE = 70_001  # a message that a slow network gets in several parts, of which the last is smaller
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LIMIT_S = 15.0
 
@@ -125,7 +126,7 @@ def all_gather_results_are_ones_own(link: Link) -> None:
 
 def reduce_scatter_gives_each_its_slice(link: Link) -> None:
     for dtype in (torch.float32, torch.float64):
-        for count in COUNTS:
+        for count in (*COUNTS, LARGE):
             rows = pattern(2 * link.size * count).view(link.size * count, 2)
             mine = ((link.rank + 1) * rows).to(dtype)
             before = mine.clone()
@@ -136,7 +137,7 @@ def reduce_scatter_gives_each_its_slice(link: Link) -> None:
 
 def shift_gives_what_the_rank_before_has(link: Link) -> None:
     for dtype in (*FLOATS, torch.uint8) if link.size > 1 else ():
-        for count in COUNTS:
+        for count in (*COUNTS, LARGE):
             rows = pattern(2 * count).view(2, count)
             mine = ((link.rank + 1) * rows).to(dtype)
             before = mine.clone()
