@@ -54,7 +54,7 @@ def gap(one: Trained, other: Trained, first: Trained) -> float:
     found = _far(one.parameters, other.parameters, first.parameters)
     if one.buffers.keys() == other.buffers.keys():
         found = max(found, _far(one.buffers, other.buffers, first.buffers))
-    losses = [torch.tensor(each.losses) for each in (one, other)]
+    losses = [torch.tensor(each.losses, dtype=torch.float64) for each in (one, other)]
     return max(found, float((losses[0] - losses[1]).abs().max() / losses[1].abs().max().clamp_min(1e-30)))
 
 

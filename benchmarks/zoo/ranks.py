@@ -91,7 +91,8 @@ def train(case: Case, join: Callable[..., Any]) -> Trained:
     prepare()
     trained = Trained()
     try:
-        models, trained.losses = case.train(join)
+        models, losses = case.train(join)
+        trained.losses = [float(each) for each in losses]
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         trained.error = f"{type(error).__name__}: {error}"
