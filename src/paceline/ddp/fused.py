@@ -1,7 +1,8 @@
 """SGD from factors: the gradient of a large fully-connected weight is never computed. By PACELINE_DDP_OPTIMIZER=fused.
 
-    forward, backward    of each such layer: its input and the gradient of its output are kept, a row for each sample
-    optimizer.step()     first: an all-gather of all ranks' rows, whose product each rank adds to the momentum
+    forward, backward    of each such layer: its input and the gradient of its output are kept, a row for each sample,
+                         and an all-gather of all ranks' rows begins (`paceline.ddp.early`)
+    optimizer.step()     first: each rank adds the product of these rows to the momentum
     .grad                has the rows and no values. Cleared, it has none; to whoever reads it, an error
 
 Only a script that leaves `.grad` alone between backward and step can have it, which nobody can see: so it is asked for.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paceline.ddp.early import EarlyGathers
 from paceline.ddp.exchange import checksum
 from paceline.ddp.factors import saved_elsewhere
 from paceline.ddp.lane import Lane
@@ -81,12 +83,12 @@ class Unread(Tensor):
 class _Rows(Pass):
     """Of one forward: its calls end with its graph where nobody goes backward through it."""
 
-    def __init__(self, forms: Sequence[str], recording: _Recording):
+    def __init__(self, forms: Sequence[str], recording: _Recording, whole: bool):
         super().__init__(forms, lambda _: None)
-        self.recording = recording
+        self.recording, self.whole = recording, whole
 
     def wanted(self, call: Call) -> None:
-        self.recording.keep(call)
+        self.recording.keep(call, self.whole)
 
 
 class _Recording(Backward):
@@ -98,10 +100,11 @@ class _Recording(Backward):
         self.close()  # hooks are there in a forward pass alone: a module that is copied or saved has none
         self.forms = [FACTORS if bucket.linear else "" for bucket in self.buckets]
         self.impure = set[int]()
+        self.kept: Callable[[Unread], None] = lambda grad: None  # called in a pass that is to be summed
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        state = self._pass = _Rows(self.forms, self)
+    def forward(self, whole: bool) -> Iterator[None]:
+        state = self._pass = _Rows(self.forms, self, whole)
         self.attach()
         try:
             yield
@@ -119,7 +122,8 @@ class _Recording(Backward):
         super()._record(state, bucket, call, left)
         self.impure |= state.impure_factors
 
-    def keep(self, call: Call) -> None:
+    def keep(self, call: Call, whole: bool) -> None:
+        """``whole``: the gradient is to be summed after this backward pass."""
         bucket = self.buckets[call.index]
         name, weight = bucket.names[0], self.parameters[bucket.names[0]]
         if weight.grad is None:
@@ -139,6 +143,8 @@ class _Recording(Backward):
             left, right = self.sides(grad)
             product = left.T @ right
             grad.dense, grad.calls = product if grad.dense is None else grad.dense.add_(product), []
+        elif whole and grad.dense is None:
+            self.kept(grad)
 
     def sides(self, grad: Unread) -> tuple[Tensor, Tensor]:
         """(left, right), a row each, of what is not in ``dense``."""
@@ -158,6 +164,8 @@ class Fused:
         self.names = [bucket.names[0] for bucket in self.buckets]
         self.recording.forms = [FACTORS if each in self.buckets else "" for each in self.recording.buckets]
         self.weights = [self.recording.parameters[name] for name in self.names]
+        self.lane: Lane | None = None
+        self.early: EarlyGathers | None = None
         self._stepped: list[int] = []  # weights whose gradient the optimizer uses at the moment
         for weight in self.weights:
             if type(weight) is not nn.Parameter or weight.dtype not in (torch.float32, torch.float64):
@@ -179,15 +187,19 @@ class Fused:
             else:
                 setattr(module, IGNORED, before)
 
-    def begin(self, group: Any, lane: Lane | None, on_cpus: bool) -> None:
-        """Every rank gets the weights of the first, as torch's class does with all others. ``lane``: None for one
-        rank. ``on_cpus``: the group's backend is one for CPUs."""
+    def begin(self, group: Any, sums: Lane | None, on_cpus: bool) -> None:
+        """Every rank gets the weights of the first, as torch's class does with all others. ``sums``: the lane of all
+        other gradients, None for one rank. ``on_cpus``: the group's backend is one for CPUs."""
         if not on_cpus:
             raise ValueError(f"{VARIABLE}={FUSED} is not for backend {dist.get_backend(group)!r}; {WITHOUT}")
         others = [other for ref in _made if (other := ref())]
         if any(weight is one for other in others for one in other.weights for weight in self.weights):
             raise ValueError(f"{VARIABLE}={FUSED}: a weight of this module is in a wrapper already; {WITHOUT}")
-        self.group, self.lane, self.size = group, lane, dist.get_world_size(group)
+        self.group, self.size = group, dist.get_world_size(group)
+        if sums:  # they begin in the order of buckets, however these and the layers follow each other on a rank
+            self.lane, self.sums = sums.beside(), sums
+            self.early = EarlyGathers(self.lane, len(self.weights), self._pays)
+            self.recording.kept = self._kept
         for weight in self.weights:
             dist.broadcast(weight.data, dist.get_global_rank(group, 0), group)
         _watch_steps()
@@ -198,10 +210,19 @@ class Fused:
                 f"({VARIABLE}={FUSED}); their .grad cannot be read"
             )
 
-    def forward(self, uneven: bool) -> contextlib.AbstractContextManager[None]:
+    def forward(self, uneven: bool, whole: bool) -> contextlib.AbstractContextManager[None]:
         if uneven:
             raise ValueError(f"{VARIABLE}={FUSED} is not for join() of uneven inputs; {WITHOUT}")
-        return self.recording.forward()
+        return self.recording.forward(whole)
+
+    def _pays(self, i: int, rows: int) -> bool:
+        weight = self.weights[i]
+        return bool(rows * self.size * sum(weight.shape) <= 2 * weight.numel())
+
+    def _kept(self, grad: Unread) -> None:
+        assert self.early
+        i = self.names.index(grad.name)
+        self.early.ready(i, grad.calls, lambda: self.recording.sides(grad))
 
     def step(self, optimizer: Optimizer, closure: bool) -> None:
         groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
@@ -213,7 +234,10 @@ class Fused:
                 f"{VARIABLE}={FUSED} is for torch.optim.SGD without closure and hooks; this one is "
                 f"{type(optimizer).__name__}; {WITHOUT}"
             )
-        rows = self._agreed({i: self._rows(i) for i in own})
+        if self.early:
+            self.early.close_round()
+        rows, states = self._agreed({i: self._rows(i) for i in own})
+        gathered = self.early.take(own, states) if self.early else {}
         for i in own:
             weight = self.weights[i]
             grad, weight.grad = weight.grad, None
@@ -221,15 +245,16 @@ class Fused:
                 continue
             self._stepped.append(i)
             grad = grad if isinstance(grad, Unread) else Unread.of(self.names[i], weight)
-            if rows[i] * self.size * sum(weight.shape) > 2 * weight.numel() or not rows[i]:
+            if not rows[i] or not self._pays(i, rows[i]):
                 left, right = self.recording.sides(grad)
                 product = left.T @ right
                 weight.grad = product if grad.dense is None else product.add_(grad.dense)
                 if rows[i]:
                     dist.all_reduce(weight.grad.div_(self.size), group=self.group)
                 continue
-            sides = self.recording.sides(grad)
-            left, right = self.lane.submit(self.lane.rows, sides, [rows[i]] * 2).result() if self.lane else sides
+            left, right = gathered.get(i) or self.recording.sides(grad)
+            if self.lane and i not in gathered:
+                left, right = self.lane.submit(self.lane.rows, (left, right), [rows[i]] * 2).result()
             step_factored(
                 Factored(weight, left.div_(self.size), right), optimizer.state[weight], groups[id(weight)], 1.0
             )
@@ -254,16 +279,19 @@ class Fused:
             )
         return DENSE if grad.dense is not None else len(self.recording.sides(grad)[0])
 
-    def _agreed(self, found: dict[int, int]) -> list[int]:
-        """The most rows that any rank has of each weight. Raises where a rank cannot go on, on all ranks."""
+    def _agreed(self, found: dict[int, int]) -> tuple[list[int], list[list[int]]]:
+        """(the most rows that any rank has of each weight, each rank's states of the early gathers). Raises where a
+        rank cannot go on, on all ranks."""
         own = [found.get(i, UNUSED) for i in range(len(self.weights))]
+        states = [self._state(i) for i in range(len(own))]
         marks = [checksum(weight.detach()) for weight in self.weights]
         rate = self.lane.rate if self.lane else 0
-        headers = [torch.empty(2 * len(own) + 1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(headers, torch.tensor([*own, *marks, rate]), group=self.group)
-        everyone, theirs, rates = torch.stack(headers).split([len(own), len(own), 1], 1)  # type: ignore[no-untyped-call]
+        headers = [torch.empty(3 * len(own) + 1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(headers, torch.tensor([*own, *marks, *states, rate]), group=self.group)
+        columns = torch.stack(headers)
+        everyone, theirs, begun, rates = columns.split([len(own)] * 3 + [1], 1)  # type: ignore[no-untyped-call]
         if self.lane:
-            self.lane.packed = self.lane.slow(int(rates.min()))
+            self.lane.packed = self.sums.packed = self.lane.slow(int(rates.min()))
         if bool((theirs != torch.tensor(marks)).any()):
             raise RuntimeError(f"{VARIABLE}={FUSED}: the ranks' weights differ, as on unlike processors; {WITHOUT}")
         impure = [self.names[i] for i in range(len(own)) if bool((everyone[:, i] == IMPURE).any())]
@@ -273,7 +301,11 @@ class Fused:
                 f"checkpointing, a hook, a call of the module itself, a second backward pass); {WITHOUT}"
             )
         most: list[int] = everyone.amax(0).tolist()
-        return most
+        return most, begun.tolist()
+
+    def _state(self, i: int) -> int:
+        grad = self.weights[i].grad
+        return self.early.state(i, grad.calls if isinstance(grad, Unread) else ()) if self.early else 0
 
 
 def wanted(module: nn.Module, compiled: bool) -> Fused | None:

@@ -38,17 +38,23 @@ PER_BYTE = 1e-12  # the unit of a rate, in seconds
 
 
 class Lane:
-    """Among the ranks of ``group``; every rank makes its own at the same place. ``number``: of those of this group.
-    ``distant``: they are on several machines."""
+    """Among the ranks of ``group``; every rank makes its own at the same place. ``name``: of those of this group its
+    own. ``distant``: they are on several machines."""
 
-    def __init__(self, group: Any, store: Any, number: int, timeout: timedelta, distant: bool):
+    def __init__(self, group: Any, store: Any, name: str, timeout: timedelta, distant: bool):
         self.rank, self.size, self.distant = dist.get_rank(group), dist.get_world_size(group), distant
-        prefix = dist.PrefixStore(f"paceline/ddp/lane/{number}", store)
+        self._made = group, store, name, timeout
+        prefix = dist.PrefixStore(f"paceline/ddp/lane/{name}", store)
         self._gloo = dist.ProcessGroupGloo(prefix, self.rank, self.size, timeout)
         self.packed = False
         self.last_s, self.last_bytes = 0.0, 0  # of the newest gather: its time, and what it received
         self._rates: deque[float] = deque(maxlen=SPAN)
         self._thread = ThreadPoolExecutor(1, "paceline ddp")
+
+    def beside(self) -> Lane:
+        """Another one of the same ranks, for work in an order of its own."""
+        group, store, name, timeout = self._made
+        return Lane(group, store, f"{name}/beside", timeout, self.distant)
 
     def submit(self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Future[Result]:
         """In the order of the calls, which is to be the same on every rank."""

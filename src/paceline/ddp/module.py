@@ -94,7 +94,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         sums = None
         if self._fused or (weights and handshake.alike(messages)):
             machines = {tuple(one["addresses"]) for one in messages}
-            sums = BucketSums(factors, group, Lane(group, store, number, _timeout(group), len(machines) > 1))
+            sums = BucketSums(factors, group, Lane(group, store, str(number), _timeout(group), len(machines) > 1))
         elif weights and rank == 0:
             log.info(UNLIKE)
         watch(group, store, {address for one in messages for address in one["addresses"]})
@@ -159,7 +159,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
             return contextlib.nullcontext()
         if _compiling():
             raise ValueError(f"{fused.VARIABLE}={fused.FUSED} is not for a compiled model; {fused.WITHOUT}")
-        return self._fused.forward(self._join_config.enable)
+        return self._fused.forward(self._join_config.enable, whole=bool(self.require_backward_grad_sync))
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """Of a rank that has joined: its part of every sum is nothing."""

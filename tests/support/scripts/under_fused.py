@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from under_ddp import CASES, STEPS, Net, Ours, Theirs, as_on_a_slow_network, batches, gap, train
 
 from paceline.ddp import fused
+from paceline.ddp.early import EarlyGathers
 
 SGD = {"nesterov": True, "momentum": 0.9, "weight_decay": 1e-3}
 
@@ -121,8 +122,24 @@ OF_BOTH = (
 )
 
 
+class Counted(EarlyGathers):
+    """``steps``: of each, how many gathers backward began, and how many of them the step could use."""
+
+    steps: list[list[int]]
+
+    def close_round(self):
+        self.steps.append([len(self._begun)])
+        super().close_round()
+
+    def take(self, layers, states):
+        found = super().take(layers, states)
+        self.steps[-1].append(len(found))
+        return found
+
+
 def outcome(play):
     theirs = play(Theirs)
+    fused.EarlyGathers, Counted.steps = Counted, []
     os.environ[fused.VARIABLE] = fused.FUSED
     try:
         ours = play(Ours)
@@ -132,7 +149,8 @@ def outcome(play):
         del os.environ[fused.VARIABLE]
     told = [None, None]
     dist.all_gather_object(told, [each.tolist() for each in ours.module.parameters()])
-    return {"gap": gap(ours, theirs), "bit-equal": told[0] == told[1], "weights": len(ours._fused.names)}
+    found = {"gap": gap(ours, theirs), "bit-equal": told[0] == told[1], "weights": len(ours._fused.names)}
+    return {**found, "early": Counted.steps}
 
 
 def main(folder, network=""):
