@@ -126,6 +126,17 @@ def test_what_is_packed_on_a_slow_network_has_the_same_bits(said, said_packed, c
     assert not plain["packed"]
 
 
+@pytest.mark.dear
+def test_three_ranks_train_to_the_weights_of_torchs_class(tmp_path):
+    for code, text in ranks(tmp_path, SCRIPTS / "under_ddp.py", tmp_path, size=3):
+        assert code == 0, text
+    said = json.loads((tmp_path / "said.json").read_text())
+    for case in CASES:
+        assert said[case]["gap"] <= (1e-6 if case in ("float32", "autocast") else EXACT), case
+        assert said[case]["bit-equal"], case
+        assert bool(said[case]["factored"]) == (case not in SENT_WHOLE), case
+
+
 # the check
 
 

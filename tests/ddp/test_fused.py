@@ -55,6 +55,18 @@ def test_weights_are_those_of_torchs_class(said, case):
     assert one["weights"] == 2
 
 
+@pytest.mark.dear
+def test_three_ranks_train_to_the_weights_of_torchs_class(tmp_path):
+    for code, text in ranks(tmp_path, SCRIPTS / "under_fused.py", tmp_path, size=3):
+        assert code == 0, text
+    said = json.loads((tmp_path / "said.json").read_text())
+    for case in SERVED:
+        assert said[case]["gap"] <= (1e-6 if case == "float32" else EXACT), case
+        assert said[case]["bit-equal"], case
+    for case, words in REFUSED.items():
+        assert words in said[case]["refused"], case
+
+
 BOTH, ONE, ONCE = [[2, 2]], [[1, 1]], [[2, 0], [0, 0]]  # of each step, the last one for all that follow
 EARLY = {
     **dict.fromkeys(("plain", "accumulated", "cleared to zero", "saved", "foreach", "attacked", "own group"), BOTH),
