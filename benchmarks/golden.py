@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -211,6 +212,14 @@ def compare(before: Path, case: Case, folder: Path) -> list[str]:
     return found
 
 
+def shown(found: Sequence[str]) -> list[str]:
+    """The first of each kind: bytes of every step would hide all else."""
+    kinds: dict[str, list[str]] = {}
+    for one in found:
+        kinds.setdefault(re.sub(r"/\d+.*", "", one), []).append(one)
+    return [f"{each[0]}; {len(each)} such" for each in kinds.values()]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--before", type=Path, required=True, help="another checkout, which holds src/paceline")
@@ -236,7 +245,7 @@ def main() -> int:
         for name, check in checks:
             found = check()
             wrong += bool(found)
-            print(f"{'DIFFERS' if found else 'same   '}  {name}", *found[:5], sep="\n           ", flush=True)
+            print(f"{'DIFFERS' if found else 'same   '}  {name}", *shown(found), sep="\n           ", flush=True)
     print(f"{len(checks) - wrong} of {len(checks)} the same")
     return int(wrong > 0)
 
