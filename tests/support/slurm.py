@@ -23,8 +23,19 @@ def unavailable() -> str | None:
     return f"there is no {', '.join(missing)} on this machine" if missing else None
 
 
+def own_address() -> str:
+    """In the network; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
 class Slurm:
-    """Two nodes, n1 and n2, that are both this machine. ``environment`` is what srun needs."""
+    """Two nodes, n1 and n2, that are both this machine. ``environment`` is what srun needs; after ``inside`` a command
+    knows the nodes by their names, as their tasks do."""
 
     def __enter__(self) -> Slurm:
         self._temporary = tempfile.TemporaryDirectory(prefix="paceline-test-slurm-")
@@ -33,6 +44,9 @@ class Slurm:
         (self.folder / "key").write_bytes(os.urandom(128))
         (self.folder / "key").chmod(0o600)
         self._configure()
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{own_address()} n1 n2\n")
+        mount = 'mount --bind "$0" /etc/hosts && exec "$@"'
+        self.inside = ["unshare", "--mount", "sh", "-c", mount, f"{self.folder}/hosts"]
         self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf")}
         try:
             at = {
@@ -74,7 +88,7 @@ class Slurm:
         with open(self.folder / f"{name}.said", "ab") as said:
             self._running.append(
                 subprocess.Popen(
-                    [path, *words],
+                    [*self.inside, path, *words],
                     env={**os.environ, **self.environment},
                     **{"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said},
                     start_new_session=True,

@@ -48,7 +48,7 @@ Address = Annotated[
     str | None, Option("--address", help="With -H: the first host's address for the other hosts; default: as for ssh.")
 ]
 Ssh = Annotated[
-    str, Option("--ssh", envvar="PACELINE_SSH", help="With -H: the ssh client and its options, 'ssh -F file'.")
+    str, Option("--ssh", envvar="PACELINE_SSH", help="With -H: the ssh client and its options, 'ssh -F file'; or srun.")
 ]
 Send = Annotated[
     bool, Option("--send", help="With -H: copy the working tree, as git sees it, and --data; only changes are sent.")

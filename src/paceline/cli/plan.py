@@ -15,7 +15,7 @@ from paceline.cli import options
 from paceline.cli.measuring import Measuring
 from paceline.cli.options import console, listed
 from paceline.cli.prepare import check_alone, check_script, show
-from paceline.launch import ssh
+from paceline.launch import allocation, ssh
 from paceline.launch.ask_hosts import RemoteQuery
 from paceline.launch.child_processes import ChildProcesses
 from paceline.launch.deploy.packages import needed
@@ -77,8 +77,12 @@ def plan(
     paceline plan --nodes 2 --link 1gbit --model alexnet --data ./photos
 
     paceline plan --rows processes:2 ddp.py
+
+    In a Slurm allocation of several nodes it plans for all of them, and reaches them by srun.
     """
     hosts = listed(named)
+    if not (every or reproducible or nodes):
+        hosts, ssh_command = allocation.reached(hosts, ssh_command)
     if budget is not None and not budget > 0:
         raise ValueError(f"--budget takes seconds above 0, got {budget:g}; --all measures all configurations")
     if every and (budget or hosts):
@@ -86,7 +90,7 @@ def plan(
     imagined = _imagined(what_if or [], nodes, link, bool(hosts))
     command = _command(script, context.args, model, data, batch_size)
     if script and (used := ddp_script.used(command)):
-        _time_ddp(command, used, rows, hosts)
+        _time_ddp(command, used, rows, listed(named))
         return
     only = rows.replace(",", " ").split() if rows else None
     how: dict[str, Any] = {"fidelity": fidelity, "budget_s": budget, "rows": only}

@@ -1,4 +1,4 @@
-"""Parses the hosts of -H, such as `hostA,user@hostB:2`, reports every error in them, and builds ssh's command line."""
+"""Parses the hosts of -H, such as `hostA,user@hostB:2`, and reports every error in them; how Python is started on one."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ OPTIONS = (
     *("-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=5"),
     *("-o", "ServerAliveCountMax=3", "-o", "ControlMaster=no", "-o", "ClearAllForwardings=yes"),
     *("-o", "RemoteCommand=none"),
+)
+SRUN = "srun"  # in the place of ssh: for the nodes of a Slurm allocation
+# beside the steps that run, with all processors of the node
+SRUN_OPTIONS = (
+    *("--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--mem=0", "--quiet", "--kill-on-bad-exit=0"),
+    "--mpi=none",
 )
 # a file in the user's home folder may have the name of a standard module
 OWN_PATH = "import sys; sys.path[:] = [folder for folder in sys.path if folder]"
@@ -51,7 +57,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Way:
-    """How to run Python on hosts: ssh's command line, the interpreter, and the working directory there."""
+    """How to run Python on hosts: the command line of ssh, or of srun, the interpreter, the working directory there."""
 
     ssh: str = "ssh"
     python: str = sys.executable
@@ -65,9 +71,16 @@ class Way:
         if not given:
             raise ValueError("--ssh needs a command, as in 'ssh -F file', and is empty; leave it out for plain ssh")
 
+    @property
+    def in_slurm(self) -> bool:
+        return os.path.basename(shlex.split(self.ssh)[0]) == SRUN
+
     def command(self, host: Host, *arguments: str) -> list[str]:
         """The command that starts Python on a host. The arguments must hold no secret: every user there sees them."""
-        return [*shlex.split(self.ssh), *OPTIONS, host.target, f"exec {shlex.join([self.python, *arguments])}"]
+        given = shlex.split(self.ssh)
+        if self.in_slurm:
+            return [*given, *SRUN_OPTIONS, f"--nodelist={host.name}", self.python, *arguments]
+        return [*given, *OPTIONS, host.target, f"exec {shlex.join([self.python, *arguments])}"]
 
     def at(self, host: Host) -> Way:
         """The same, with the working directory of this host."""

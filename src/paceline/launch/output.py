@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 from paceline.launch.child_processes import end_with
 
 MAX_LAST_BYTES = 2000  # of `Lines.last`
+SRUN_SAYS = b"srun: error: "
 MAX_LINE_BYTES = 64 << 20  # a longer line is split
 BAR_S = 1.0  # minimum time between two printed states of a progress bar
 # escape sequences, and all other control characters except tabs and line ends
@@ -62,7 +63,8 @@ class Lines:
             lines = lines if self.marked else self._remove_mark(lines)
             lines = self._extract_reports(lines) if self.report_prefix else lines
             self._partial = bytearray(partial)
-            last = next((line for line in reversed(lines) if line.strip()), None)
+            # after an error srun tells the exit code of its task
+            last = next((line for line in reversed(lines) if line.strip() and not line.startswith(SRUN_SAYS)), None)
             if last is not None:
                 self.last = last[:MAX_LAST_BYTES].decode(errors="replace")
             if lines:

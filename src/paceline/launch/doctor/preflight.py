@@ -47,6 +47,8 @@ def check(
             texts = faults(own, answer, way.at(host)) + lacking(needs, answer["lacks"], way.python)
             found += [f"{host.name}: {text}" for text in texts]
     known = [answer for answer in answers if not isinstance(answer, str)]
+    if way.in_slurm:  # Slurm knows its nodes by names that all of them resolve
+        address = address or hosts[0].name
     if not found and not address and (text := unreachable(known)):
         found.append(f"{hosts[0].name}: {text}")
     if found:
@@ -107,7 +109,13 @@ def no_answer(limit_s: float) -> str:
 def ended(host: Host, way: Way, code: int, errors: str) -> str:
     """Why ssh, or Python there, ended with this exit code and stderr, and the remedy."""
     last = (errors.strip() or "no output").splitlines()[-1].strip()
-    if code == SSH_FAILED:
+    if way.in_slurm:
+        # after the task's own errors srun tells its exit code
+        own = [line.strip() for line in errors.splitlines() if line.strip() and not line.startswith("srun: ")]
+        if not own:
+            return f"srun could not start a task there ({last}); is it in this allocation, and has that not ended?"
+        last = own[-1]
+    if code == SSH_FAILED and not way.in_slurm:
         return _why(host, errors, last)
     if code == 1 and last.startswith("Python "):
         return f"{way.python} there is {last}, and 3.10 or newer is needed; name another with --python"
