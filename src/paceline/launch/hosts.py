@@ -1,4 +1,4 @@
-"""Parses the hosts of -H, such as `hostA,user@hostB:2`, and reports every error in them; how Python is started on one."""
+"""Parses the hosts of -H, such as `hostA,user@hostB:2`, and reports every error in them; starts Python on one of them."""
 
 from __future__ import annotations
 
