@@ -1,4 +1,4 @@
-"""Parses the hosts of -H, such as `hostA,user@hostB:2`, and reports every error in them; starts Python on one of them."""
+"""Parses the hosts of -H, such as `hostA,user@hostB:2`, and reports all errors in them; starts Python on a host."""
 
 from __future__ import annotations
 
