@@ -30,8 +30,9 @@ for method in (name, None):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    how = {room: name} if method else {}
     try:
-        with paceline.join(model, optimizer, torch.nn.functional.mse_loss, batch_size=4, **({room: name} if method else {})) as pace:
+        with paceline.join(model, optimizer, torch.nn.functional.mse_loss, batch_size=4, **how) as pace:
             pace.step((torch.ones(4, 4), torch.zeros(4, 2)))
     except ValueError as error:
         print("refused", error)
