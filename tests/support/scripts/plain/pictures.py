@@ -1,0 +1,30 @@
+"""Images, a convolutional net, gradients clipped."""
+
+import os
+import sys
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+data = TensorDataset(torch.rand(96, 3, 12, 12), torch.randint(0, 4, (96,)))
+loader = DataLoader(data, batch_size=16)
+model = nn.Sequential(
+    *(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2)),
+    *(nn.Conv2d(8, 16, 3), nn.GroupNorm(4, 16), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)),
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+model.train()
+for epoch in range(2):
+    for images, labels in loader:
+        optimizer.zero_grad(set_to_none=True)
+        loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    print(epoch, float(loss))
+
+torch.save(model.state_dict(), f"{sys.argv[1]}.{os.getpid()}")
