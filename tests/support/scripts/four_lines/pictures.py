@@ -5,7 +5,6 @@ import sys
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
@@ -18,11 +17,10 @@ model = nn.Sequential(
     *(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2)),
     *(nn.Conv2d(8, 16, 3), nn.GroupNorm(4, 16), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)),
 )
+criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 model.train()
-pace = paceline.join(
-    model, optimizer, lambda *pair: F.cross_entropy(*pair, label_smoothing=0.1), batch_size=16, clip=0.5
-)
+pace = paceline.join(model, optimizer, criterion, batch_size=16, clip=0.5)
 for epoch in range(2):
     for batch in pace.batches(loader):
         loss = pace.step(batch)

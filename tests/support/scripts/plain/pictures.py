@@ -5,7 +5,6 @@ import sys
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.set_default_dtype(torch.float64)
@@ -16,12 +15,13 @@ model = nn.Sequential(
     *(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2)),
     *(nn.Conv2d(8, 16, 3), nn.GroupNorm(4, 16), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)),
 )
+criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 model.train()
 for epoch in range(2):
     for images, labels in loader:
         optimizer.zero_grad(set_to_none=True)
-        loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)
+        loss = criterion(model(images), labels)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
