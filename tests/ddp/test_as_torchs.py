@@ -128,13 +128,15 @@ def test_what_is_packed_on_a_slow_network_has_the_same_bits(said, said_packed, c
 
 @pytest.mark.dear
 def test_three_ranks_train_to_the_weights_of_torchs_class(tmp_path):
-    for code, text in ranks(tmp_path, SCRIPTS / "under_ddp.py", tmp_path, size=3):
+    for code, text in ranks(tmp_path, SCRIPTS / "under_ddp.py", tmp_path, "packed", size=3):
         assert code == 0, text
     said = json.loads((tmp_path / "said.json").read_text())
-    for case in CASES:
-        assert said[case]["gap"] <= (1e-6 if case in ("float32", "autocast") else EXACT), case
-        assert said[case]["bit-equal"], case
-        assert bool(said[case]["factored"]) == (case not in SENT_WHOLE), case
+    assert tuple(said) == PACKED
+    for case, one in said.items():
+        assert one["gap"] <= (1e-6 if case == "float32" else EXACT), case
+        assert one["bit-equal"], case
+        assert one["factored"], case
+        assert one["packed"], case
 
 
 # the check

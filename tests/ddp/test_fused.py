@@ -57,14 +57,14 @@ def test_weights_are_those_of_torchs_class(said, case):
 
 @pytest.mark.dear
 def test_three_ranks_train_to_the_weights_of_torchs_class(tmp_path):
-    for code, text in ranks(tmp_path, SCRIPTS / "under_fused.py", tmp_path, size=3):
+    for code, text in ranks(tmp_path, SCRIPTS / "under_fused.py", tmp_path, "packed", size=3):
         assert code == 0, text
-    said = json.loads((tmp_path / "said.json").read_text())
-    for case in SERVED:
-        assert said[case]["gap"] <= (1e-6 if case == "float32" else EXACT), case
-        assert said[case]["bit-equal"], case
-    for case, words in REFUSED.items():
-        assert words in said[case]["refused"], case
+    said = json.loads((tmp_path / "said0.json").read_text())
+    assert said.pop("packed")
+    assert said["plain"]["early"] == [[2, 2]] * len(said["plain"]["early"]) != []
+    for case, one in said.items():
+        assert one["gap"] <= (1e-6 if case == "float32" else EXACT), case
+        assert one["bit-equal"], case
 
 
 BOTH, ONE, ONCE = [[2, 2]], [[1, 1]], [[2, 0], [0, 0]]  # of each step, the last one for all that follow

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.launch.local import free_port
 
-PROGRAMS = "munged", "slurmctld", "slurmd", "srun", "sinfo"
+PROGRAMS = "munged", "slurmctld", "slurmd", "srun", "sinfo", "salloc", "scontrol", "unshare"
 WHERE = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
@@ -20,7 +20,10 @@ def unavailable() -> str | None:
     if os.getuid():
         return "slurmd wants root"
     missing = [name for name in PROGRAMS if not shutil.which(name, path=WHERE)]
-    return f"there is no {', '.join(missing)} on this machine" if missing else None
+    if missing:
+        return f"there is no {', '.join(missing)} on this machine"
+    mounts = subprocess.run(["unshare", "--mount", "true"], capture_output=True, timeout=10, check=False)
+    return "a file of host names cannot be mounted here" if mounts.returncode else None
 
 
 def own_address() -> str:

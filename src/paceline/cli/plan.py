@@ -80,9 +80,7 @@ def plan(
 
     In a Slurm allocation of several nodes it plans for all of them, and reaches them by srun.
     """
-    hosts = listed(named)
-    if not (every or reproducible or nodes):
-        hosts, ssh_command = allocation.reached(hosts, ssh_command)
+    hosts, ssh_command = _reached(listed(named), ssh_command, bool(every or reproducible or nodes))
     if budget is not None and not budget > 0:
         raise ValueError(f"--budget takes seconds above 0, got {budget:g}; --all measures all configurations")
     if every and (budget or hosts):
@@ -92,8 +90,7 @@ def plan(
     if script and (used := ddp_script.used(command)):
         _time_ddp(command, used, rows, listed(named))
         return
-    only = rows.replace(",", " ").split() if rows else None
-    how: dict[str, Any] = {"fidelity": fidelity, "budget_s": budget, "rows": only}
+    how: dict[str, Any] = {"fidelity": fidelity, "budget_s": budget, "rows": _words(rows) or None}
     if hosts and reproducible:
         raise ValueError(
             f"--reproducible is planned for one machine: leave out -H, and run with --plan {planning.DETERMINISTIC}"
@@ -103,7 +100,7 @@ def plan(
     if hosts:
         check_alone(hosts)
         nodes_of_hosts, way = _hosts(hosts), Way(ssh_command, python or sys.executable)
-        ssh.carried((env or "").replace(",", " ").split())
+        ssh.carried(_words(env))
         paths = [script] if script and script != "-m" else [data] if data else []
         check(nodes_of_hosts, way, paths, address, needed(command))
         remote = RemoteQuery(way, env or "", address or "", nodes_of_hosts[0].name)
@@ -118,6 +115,14 @@ def plan(
     if not hosts:
         show(made)
     _show_nodes(made, text)
+
+
+def _words(text: str | None) -> list[str]:
+    return (text or "").replace(",", " ").split()
+
+
+def _reached(hosts: str | None, ssh_command: str, of_one_machine: bool) -> tuple[str | None, str]:
+    return (hosts, ssh_command) if of_one_machine else allocation.reached(hosts, ssh_command)
 
 
 def _command(script: str | None, more: list[str], model: str | None, data: str | None, size: int | None) -> list[str]:
@@ -141,7 +146,7 @@ def _time_ddp(command: list[str], used: str, rows: str | None, hosts: str | None
             f"paceline run -H {hosts} {command[0]}"
         )
     cores = survey().cores
-    ranks = max(map(num_processes, rows.replace(",", " ").split())) if rows else min(MAX_RANKS, cores)
+    ranks = max(map(num_processes, _words(rows))) if rows else min(MAX_RANKS, cores)
     with ChildProcesses(), Measuring(lines=True) as screen:
         found = ddp_script.timings(command, ranks, screen.show)
     for text in ddp_script.report(found, cores):

@@ -43,7 +43,10 @@ class EarlyGathers:
         """The rows of one call are there; of a layer that has begun, or does not begin early, nothing is done."""
         if layer in self._left and layer not in self._ready:
             left, right = sides()
-            self._ready[layer] = list(calls), (left.clone(), right.clone())  # the script goes on meanwhile
+            self._ready[layer] = (
+                list(calls),
+                (left.clone(), right.clone()),
+            )  # copies: they are sent while backward goes on
             while self._left and self._left[0] in self._ready:
                 self._begin(self._left.pop(0))
 
