@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 RECORD ?= benchmarks/$(shell date +%F)_$(shell nproc)-cores_chaos-simulated
 
+# a file's tests in one of two processes; one that a test has ended, as it heeds no timeout, ends the rest
+TWO := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
 # tests start thousands of processes, each of which would compile all that it imports
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -29,16 +32,16 @@ train: $(VENV)/.ready
 	@$(BIN)/paceline train
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not dear"
+	$(BIN)/python -m pytest $(TWO) -m "not dear"
 
 test-gpu: $(VENV)/.ready
-	PACELINE_TEST_DEVICE=cuda $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not dear"
+	PACELINE_TEST_DEVICE=cuda $(BIN)/python -m pytest $(TWO) -m "not dear"
 
 test-dear: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m dear --durations 20
+	$(BIN)/python -m pytest $(TWO) -m dear --durations 20
 
 test-all: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(TWO)
 
 chaos: $(VENV)/.ready
 	$(BIN)/python -m paceline_bench.simulated --count 100000 --processes $(shell nproc) --record $(RECORD)

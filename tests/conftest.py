@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
@@ -54,6 +55,7 @@ class Failures:
 
 @pytest.hookimpl(trylast=True)  # when there is a terminal
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(2)  # not what a test's output is captured from
     if terminal := config.pluginmanager.get_plugin("terminalreporter"):
         config.pluginmanager.register(Failures(terminal))
     if os.environ.get("PACELINE_TEST_DEVICE", "cpu") != "cpu":
@@ -72,6 +74,26 @@ def factors_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         from paceline.engine import sequential
 
         monkeypatch.setattr(sequential, "takes_gradients", lambda model: False)
+
+
+CLEANUP_S = 60.0
+STDERR = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(wrapper=True)
+def _within(item: pytest.Item) -> Iterator[Any]:
+    """A test that does not heed its timeout, as its alarm is raised where nothing hears it or once before a cleanup that
+    waits, ends its process with every thread's stack."""
+    mark = item.get_closest_marker("timeout")
+    limit = mark.args[0] if mark else float(item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(limit + CLEANUP_S, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = _within
 
 
 MISSED = pytest.StashKey[list[str]]()
