@@ -17,17 +17,36 @@ Step = Callable[[], float]
 
 
 class Transformer(nn.Module):
-    """A causal language model. *Shapes*: tokens (n, t) to logits (n, vocabulary, t), as cross_entropy takes them."""
+    """A causal language model. *Shapes*: tokens (n, t) to logits (n, vocabulary, t), as cross_entropy takes them.
 
-    def __init__(self, vocabulary: int, context: int, width: int, depth: int, heads: int):
+    ``tied``: the embedding is also the head, as in GPT-2.
+    """
+
+    def __init__(self, vocabulary: int, context: int, width: int, depth: int, heads: int, tied: bool = False):
         super().__init__()
         self.token, self.place = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            nn.init.normal_(self.token.weight, std=0.02)
+            self.head.weight = self.token.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens) + self.place.weight[: tokens.shape[1]]
         logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits.transpose(1, 2)
+
+
+class LanguageLSTM(nn.Module):
+    """Two layers of LSTM between an embedding and a head. *Shapes*: as `Transformer`'s."""
+
+    def __init__(self, vocabulary: int, width: int):
+        super().__init__()
+        self.token, self.lstm = nn.Embedding(vocabulary, width), nn.LSTM(width, width, 2, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.lstm(self.token(tokens))[0])
         return logits.transpose(1, 2)
 
 
@@ -76,6 +95,8 @@ def tiny() -> nn.Module:
 LANGUAGE: dict[str, Callable[[], nn.Module]] = {
     "transformer": lambda: Transformer(VOCABULARY, CONTEXT, 320, 6, 5),
     "gpt2-size": lambda: Transformer(50257, 1024, 768, 12, 12),
+    "gpt2-tied": lambda: Transformer(16384, CONTEXT, 384, 6, 6, tied=True),
+    "lstm": lambda: LanguageLSTM(10000, 512),
 }
 IMAGES: dict[str, Callable[[], nn.Module]] = {
     "tiny": tiny,
@@ -86,8 +107,7 @@ SHAPES = {"tiny": (3, 8, 8), "nothing": (1,), "vit": (3, 224, 224)}
 
 
 class Work:
-    """``name``: one of ours, tiny, vit, transformer, gpt2-size, or package.module:function; "@128" after it: smaller
-    images.
+    """``name``: one of ours, of ``LANGUAGE`` or ``IMAGES``, or package.module:function; "@128" after it: smaller ones.
 
     ``row``: an engine and numerics; what torch by hand does as well is taken from it: channels_last, bf16.
     Raises ValueError.
