@@ -33,6 +33,7 @@ from paceline.planner.measure import profile_job as looking
 from paceline.planner.measure.forked_copies import ForkedCopies
 from paceline.planner.measure.fresh_process import ProcessResult
 from paceline.planner.measure.layers import LayerTimer, first_samples
+from paceline.planner.measure.micro_batch import MicroBatchTimer
 from paceline.planner.measure.profile import Profile, Setting, record_step_models, run_profile
 from paceline.planner.measure.profiler import COPY_BYTES, PINGS, ProfiledStep, _Profiler, _record_timelines
 from paceline.planner.measure.update_timing import MAX_PASSES
@@ -180,7 +181,7 @@ def test_no_part_of_a_batch_is_less_than_batch_norm_needs(size):
     assert [line["rows"] for line in _record_timelines(job, ASKED)["lines"]] == [size, 2]
     examination = _Profiler(job, 2, "exact", 1e-6)
     assert examination._facts().rows == size
-    examination._base(False, size)
+    examination._base(False, size, ())
 
 
 @pytest.mark.parametrize("batch_norm", ["local", "sync"])
@@ -220,7 +221,7 @@ def test_a_batch_whose_samples_do_not_come_first_is_computed_whole(time):
     settings = examination._settings(facts, survey())
     assert settings
     assert {(one.rows, one.copies) for one in settings} == {(16, 1)}
-    _, base = examination._base(False, 16)
+    _, base = examination._base(False, 16, ())
     assert base.rows == 16
 
 
@@ -244,7 +245,10 @@ def test_what_is_timed_fits_into_the_memory():
     assert not fits_timed(2, 8, facts, machine)
     assert fits_timed(2, 8, facts, larger)
     assert not fits_timed(2, 9, facts, larger)
-    _, base = examination._base(False, 12)
+    assert not fits_timed(2, 8, dataclasses.replace(facts, gradient_bytes=2 << 20), larger, added=True)
+    assert fits_timed(2, 8, dataclasses.replace(facts, gradient_bytes=100 << 10), larger, added=True)
+    _, base = examination._base(False, 12, {2})
+    assert 0.5 <= examination.largest["2"] < 1
     assert base.rows == 3  # each layer's input twice, where its own function keeps none, a forward, and its gradients
     assert fits("sequential", dataclasses.replace(facts, device="cuda"), machine), (
         "nobody knows what a GPU's memory holds"
@@ -402,11 +406,46 @@ def test_copies_that_were_not_timed_are_as_fast_as_one_at_best():
     assert predicted_s("processes:4", MADE_UP, 4) == pytest.approx(seconds + STEP_S)
 
 
-def test_stages_compute_at_once_but_for_the_first_and_last_micro_batches():
-    """Of 8 micro-batches in two stages: nine halves."""
-    profile = dataclasses.replace(MADE_UP, layers_s={**MADE_UP.layers_s, "1/4/2//0": 0.03})
-    want_s = 0.03 * 1.2 * 9 / 2 + 0.02 + 16 * says("engine", "pipeline", "turn_s") + 0.002 + STEP_S
-    assert predicted_s("pipeline:2", profile, 2) == pytest.approx(want_s)
+TURNS_S = 8 * (2 * says("engine", "pipeline", "turn_s") + 10 * CALL_S)
+
+
+@pytest.mark.parametrize(
+    ("times", "largest", "seconds"),
+    [
+        ({"1/4/2//0/2": 0.03}, {"2": 0.6}, 0.03 * (1 + 7 * 0.6)),  # a micro-batch of the whole model
+        ({"1/4/2//0/2": 0.03}, {}, 0.03 * 9 / 2),  # even stages: nine halves
+        ({"1/4/2//0": 0.03}, {}, 0.03 * 1.2 * 9 / 2),  # only layers are known
+        ({"1/4/2//0": 0.01, "1/4/2//0/2": 0.03}, {}, 0.03 * 9 / 2),
+    ],
+)
+def test_stages_compute_at_once_but_for_the_first_and_last_micro_batches(times, largest, seconds):
+    """Of 8 micro-batches in two stages."""
+    profile = dataclasses.replace(MADE_UP, layers_s={**MADE_UP.layers_s, **times}, largest=largest)
+    assert predicted_s("pipeline:2", profile, 2) == pytest.approx(seconds + 0.02 + TURNS_S + 0.002 + STEP_S)
+    half = dataclasses.replace(profile, layers_s={**profile.layers_s, "2/32/1/bf16/0": 0.05})  # of 0.20
+    assert predicted_s("pipeline:2+bf16", half, 2) == pytest.approx(seconds / 4 + 0.02 + TURNS_S + 0.002 + STEP_S)
+
+
+def test_the_largest_of_stages_that_are_cut_between_layers():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.ReLU(), nn.Linear(4, 2))
+    timer = LayerTimer(model, lambda: model(torch.ones(3, 4)), (), set())
+    assert timer.order == [0, 1, 1, 1, 2, 3]
+    each_s = [3.0, 1.0, 1.0, 2.0]  # 3 1 1 1 | 1 2, or 3 1 | 1 1 1 2
+    assert timer.largest([each_s], 2) == pytest.approx(5 / 9)
+    assert timer.largest([each_s], 3) == pytest.approx(3 / 9)
+
+
+def test_a_micro_batch_adds_its_gradients_to_those_of_another():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    weights = list(model.parameters())
+    timer = MicroBatchTimer(lambda: model(torch.ones(3, 4)).sum(), weights, {id(model[0].weight)})
+    (_,), (once, *_) = timer.time(), [each.grad for each in weights[1:]]
+    once = once.clone()
+    taken = [timer.time() for _ in range(2)]
+    torch.testing.assert_close(weights[1].grad, 3 * once)
+    assert weights[0].grad is None, "the optimizer takes factors"
+    assert all(weight.requires_grad for weight in weights)
+    assert 0 < timer.total_s(taken) == min(taken)[0]
 
 
 def test_a_hybrid_is_both():
@@ -420,7 +459,7 @@ def test_a_hybrid_is_both():
     alone_s = predicted_s(
         "processes:2", dataclasses.replace(profile, layers_s={**profile.layers_s, "2/16/2//0": 0.1}), 4
     )
-    want_s = alone_s - 0.1 * 1.2 + 0.03 * 1.2 * 9 / 2 + 16 * says("engine", "pipeline", "turn_s")
+    want_s = alone_s - 0.1 * 1.2 + 0.03 * 1.2 * 9 / 2 + TURNS_S
     assert predicted_s("processes:2/pipeline:2", profile, 4) == pytest.approx(want_s)
     assert processes.stages == 1
 

@@ -63,10 +63,9 @@ class EngineSpec:
         """How many compute at the same time."""
         return self.copies * self.stages
 
-    @property
-    def stretch(self) -> float:
-        """The time of all micro-batches, if its stages take equally long, in that of one outside of a pipeline."""
-        return (self.micros + self.stages - 1) / self.stages
+    def stretch(self, largest: float) -> float:
+        """The time of all micro-batches, in that of one by itself. ``largest``: the longest stage's part."""
+        return 1 + (self.micros - 1) * largest
 
     @property
     def held(self) -> float:
@@ -200,10 +199,11 @@ def fits(candidate: str, facts: JobFacts, machine: Machine) -> bool:
     return facts.device != "cpu" or needed_bytes(candidate, facts, machine.cores) <= MARGIN * machine.memory_bytes
 
 
-def fits_timed(copies: int, rows: int, facts: JobFacts, machine: Machine) -> bool:
-    """Whether so many copies of a process can time layers at once, which keep their inputs beside a whole forward."""
+def fits_timed(copies: int, rows: int, facts: JobFacts, machine: Machine, added: bool = False) -> bool:
+    """Whether so many copies of a process can time layers at once, which keep their inputs beside a whole forward.
+    ``added``: or a micro-batch, whose gradients they keep."""
     others = needed_bytes(BASELINE, replace(facts, activation_bytes=0), machine.cores)
-    each = facts.runtime_bytes + 2 * facts.activation_bytes * rows / facts.part_rows
+    each = facts.runtime_bytes + 2 * facts.activation_bytes * rows / facts.part_rows + added * facts.gradient_bytes
     return facts.device != "cpu" or others + copies * each <= MARGIN * machine.memory_bytes
 
 

@@ -23,7 +23,7 @@ from paceline.registry import says
 STEP_S = 0.8e-3  # batch, snapshot, loss, vote and event log; measured with models whose layers take a few ms
 THREAD_SYNC_S = 3e-3  # per further replica, a thread of one interpreter: wake-up, and waiting for the GIL
 PROCESS_SYNC_S = 1.2e-3  # processes: wake-up, and waiting for the slowest; measured with layers of a few ms
-CALL_S = 20e-6  # in addition to THREAD_SYNC_S, per layer call
+CALL_S = 20e-6  # per layer call of each further thread of one interpreter
 MESSAGES = 4  # per step and process
 
 
@@ -33,18 +33,26 @@ def predicted_s(candidate: str, profile: Profile, cores: int) -> float | None:
     if "compile" in spec.words or not says("engine", spec.engine, "planned"):
         return None
     setting = Setting.of(spec, profile.facts.part_rows, profile.absorbs)
-    layers_s = _layers_s(setting, profile)
-    if layers_s is None:
+    pass_s = _pass_s(setting, profile)
+    if pass_s is None:
         return None
-    whole = profile.layers_s[profile.base]
-    calibration = profile.whole_s / whole if whole else 1.0
+    largest = profile.largest.get(str(spec.stages), 1 / spec.stages)
     return (
-        layers_s * calibration * profile.facts.parts * spec.stretch
+        pass_s * profile.facts.parts * spec.stretch(largest)
         + _update_s(spec, setting, profile, cores)
         + _engine_s(spec, setting, profile)
         + profile.input_s / spec.processes
         + STEP_S
     )
+
+
+def _pass_s(setting: Setting, profile: Profile) -> float | None:
+    """Forward and backward of the whole model for a micro-batch."""
+    if setting.stages > 1:
+        whole_s = _layers_s(setting, profile)
+        return whole_s if whole_s is not None else _pass_s(replace(setting, stages=1), profile)
+    layers_s, base_s = _layers_s(setting, profile), profile.layers_s[profile.base]
+    return layers_s and layers_s * (profile.whole_s / base_s if base_s else 1.0)
 
 
 def _layers_s(setting: Setting, profile: Profile) -> float | None:
@@ -54,19 +62,19 @@ def _layers_s(setting: Setting, profile: Profile) -> float | None:
     if setting.words:
         plain_s = _layers_s(replace(setting, words=(), factors=profile.absorbs), profile)
         for key, worded_s in found.items():
-            other = _setting(key)
+            other = Setting.parse(key)
             elsewhere = str(replace(other, words=(), factors=profile.absorbs))
             if other.words == setting.words and elsewhere in found and plain_s:
                 return plain_s * worded_s / found[elsewhere]
         return None
     if setting.threads == 1 and (line_s := _line_s(setting, found)) is not None:
         return line_s
-    return next((found[key] for key in found if _amount(_setting(key)) == _amount(setting)), None)
+    return next((found[key] for key in found if _amount(Setting.parse(key)) == _amount(setting)), None)
 
 
-def _amount(setting: Setting) -> tuple[int, int, tuple[str, ...], bool]:
+def _amount(setting: Setting) -> Setting:
     """Total cores and samples of a setting, with its options."""
-    return setting.threads * setting.copies, setting.rows * setting.copies, setting.words, setting.factors
+    return replace(setting, threads=setting.threads * setting.copies, rows=setting.rows * setting.copies, copies=1)
 
 
 def _line_s(setting: Setting, found: dict[str, float]) -> float | None:
@@ -76,7 +84,7 @@ def _line_s(setting: Setting, found: dict[str, float]) -> float | None:
     """
     alike = replace(setting, copies=1)
     points = sorted(
-        (other.rows, found[key]) for key in found if replace(other := _setting(key), rows=setting.rows) == alike
+        (other.rows, found[key]) for key in found if replace(other := Setting.parse(key), rows=setting.rows) == alike
     )
     if not points:
         return None
@@ -98,7 +106,8 @@ def _update_s(spec: EngineSpec, setting: Setting, profile: Profile, cores: int) 
 
 def _engine_s(spec: EngineSpec, setting: Setting, profile: Profile) -> float:
     """Sum over k copies: each writes its gradient to shared memory; the owner of a slice reads it from all k copies."""
-    turns_s = 2 * spec.micros * spec.turn_s * profile.facts.parts
+    calls_s = (spec.stages - 1) * CALL_S * profile.num_calls
+    turns_s = spec.micros * (2 * spec.turn_s + calls_s) * profile.facts.parts
     if spec.copies == 1:
         return turns_s
     k = spec.copies
@@ -108,8 +117,3 @@ def _engine_s(spec: EngineSpec, setting: Setting, profile: Profile) -> float:
     if spec.processes > 1:
         return moving_s + MESSAGES * profile.message_s + PROCESS_SYNC_S
     return moving_s + (k - 1) * (THREAD_SYNC_S + CALL_S * profile.num_calls * profile.facts.parts)
-
-
-def _setting(key: str) -> Setting:
-    threads, rows, copies, words, factors = key.split("/")
-    return Setting(int(threads), int(rows), int(copies), tuple(filter(None, words.split("+"))), factors == "1")

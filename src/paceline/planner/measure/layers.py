@@ -7,6 +7,7 @@ all layers in turn, so that every layer finds the CPU caches as in a training st
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,8 +68,9 @@ class LayerTimer:
     def _watch(self, model: nn.Module, forward: Callable[[], Any]) -> None:
         self.calls: list[Call] = []
         self.num_calls = 0
+        self.order: list[int] = []  # in which they are called
         self.rows: dict[int, int] = {}  # rows of each fully-connected weight's factors, by its id
-        self._index: dict[Any, Call] = {}
+        self._index: dict[Any, int] = {}
         self._depth: list[bool] = []  # per active module call: whether it called another module
         handles: list[Any] = []
         for module in model.modules():
@@ -96,13 +98,15 @@ class LayerTimer:
         if isinstance(module, nn.Linear) and isinstance(output, Tensor) and output.requires_grad:
             self.rows[id(module.weight)] = self.rows.get(id(module.weight), 0) + output[..., 0].numel()
         key = (_kind(module), tuple(_shape(value) for value in inputs), str(tree))
-        if known := self._index.get(key):
-            known.count += 1
+        if (known := self._index.get(key)) is not None:
+            self.calls[known].count += 1
+            self.order.append(known)
             return
         weights: list[Tensor] = [p for p in module.parameters() if p.requires_grad and id(p) not in self.absorbed]
         detached = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in inputs]
+        self._index[key] = len(self.calls)
+        self.order.append(len(self.calls))
         self.calls.append(Call(module, detached, tree, weights, clones=bool(getattr(module, "inplace", False))))
-        self._index[key] = self.calls[-1]
 
     def time(self) -> list[float]:
         """One pass: seconds of each call, forward plus backward."""
@@ -119,6 +123,13 @@ class LayerTimer:
         """The sum over calls of the lower quartile of the passes, times the call's count."""
         columns = zip(*passes, strict=True)
         return sum(call.count * lower_quartile(column) for call, column in zip(self.calls, columns, strict=True))
+
+    def largest(self, passes: Sequence[Sequence[float]], stages: int) -> float:
+        """The longest one's part of the time, if the model is cut into ``stages`` between layers."""
+        each_s = [lower_quartile(column) for column in zip(*passes, strict=True)]
+        ends = list(itertools.accumulate(each_s[i] for i in self.order))
+        cuts = [min(ends, key=lambda end: abs(end - ends[-1] * stage / stages)) for stage in range(1, stages)]
+        return max(after - before for before, after in itertools.pairwise([0.0, *cuts, ends[-1]])) / ends[-1]
 
     def _time_call(self, call: Call) -> float:
         values = [v.clone() if call.clones and isinstance(v, Tensor) else v for v in call.inputs]

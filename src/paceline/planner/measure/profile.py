@@ -30,29 +30,41 @@ PARTS = (1, 4)  # a step is recorded with the whole batch and with a quarter of 
 
 @dataclass(frozen=True)
 class Setting:
-    """How layers are timed: ``copies`` at once, each with ``threads`` and ``rows`` samples; precision and layout. A
-    stage of a pipeline is timed as a copy, of which it computes a part."""
+    """How layers are timed: ``copies`` at once, each with ``threads`` and ``rows`` samples; precision and layout. The
+    ``stages`` of a pipeline are copies, each of which computes a part; timed is a micro-batch of the whole model, whose
+    gradients are added to those of another."""
 
     threads: int
     rows: int
     copies: int = 1
     words: tuple[str, ...] = ()
     factors: bool = False
+    stages: int = 1
 
     @classmethod
     def of(cls, spec: EngineSpec, rows: int, absorbs: bool) -> Setting:
         words = tuple(word for word in spec.words if word in ("bf16", "fp16", "channels_last"))
-        return cls(spec.threads, -(-rows // (spec.copies * spec.micros)), spec.at_once, words, absorbs)
+        return cls(spec.threads, -(-rows // (spec.copies * spec.micros)), spec.at_once, words, absorbs, spec.stages)
+
+    @classmethod
+    def parse(cls, key: str) -> Setting:
+        threads, rows, copies, words, factors, *stages = key.split("/")
+        options = tuple(filter(None, words.split("+"))), factors == "1"
+        return cls(int(threads), int(rows), int(copies), *options, *map(int, stages))
 
     def __str__(self) -> str:
-        return "/".join(map(str, (self.threads, self.rows, self.copies, "+".join(self.words), int(self.factors))))
+        """As a key of `Profile.layers_s`."""
+        whole = (self.stages,) if self.stages > 1 else ()
+        options = "+".join(self.words), int(self.factors)
+        return "/".join(map(str, (self.threads, self.rows, self.copies, *options, *whole)))
 
 
 @dataclass(frozen=True)
 class Profile:
     """*Units*: seconds and bytes per step of the whole batch, unless stated otherwise.
 
-    ``layers_s``: per setting, forward plus backward of all layers for a micro-batch, each layer timed by itself.
+    ``layers_s``: per setting, forward plus backward of all layers for a micro-batch, each layer timed by itself; with
+    stages, of the whole model. ``largest``: by the number of stages, the part of the layers' time in the longest one.
     ``whole_s``: forward plus backward of the whole model, at the setting ``base``. ``update_s``: optimizer alone, by
     "threads", "threads/fused", and "threads/factors".
     """
@@ -65,6 +77,7 @@ class Profile:
     whole_s: float = 0.0
     layers_s: dict[str, float] = field(default_factory=dict)
     num_calls: int = 0
+    largest: dict[str, float] = field(default_factory=dict)
     update_s: dict[str, float] = field(default_factory=dict)
     dense_bytes: int = 0
     copy_per_s: float = 0.0

@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from paceline.planner.measure.layers import (
     shapes,
     synced_time,
 )
+from paceline.planner.measure.micro_batch import MicroBatchTimer
 from paceline.planner.measure.profile import Profile, Setting
 from paceline.planner.measure.update_timing import Updates, passes
 from paceline.report.log import log
@@ -55,6 +56,7 @@ PINGS = 30
 FUSING_PAYS = 0.03  # of a step
 STEPS_OF_ONE = 6  # steps that recording a timeline by one pass takes
 MAX_PASSES = 7
+STAGES_SPENT = 1.5  # of the budget: a micro-batch takes little of it, and nothing else tells its time
 MIN_ROWS = 2  # samples that batch norm needs
 
 
@@ -134,8 +136,9 @@ class _Profiler:
     level: str
     budget_s: float
     layers_s: dict[str, float] = field(default_factory=dict)
-    layers: LayerTimer | None = None
+    layers: LayerTimer | MicroBatchTimer | None = None
     num_calls: int = 0
+    largest: dict[str, float] = field(default_factory=dict)
     taken: list[list[float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -171,7 +174,9 @@ class _Profiler:
         settings = self._settings(facts, machine)
         most, cores = max((one.copies for one in settings), default=1), sorted(os.sched_getaffinity(0))
         copies = ForkedCopies(most if most > 1 else 0, self._work, cores, self.start + 10 * self.budget_s)
-        whole_s, base = self._base(settings[0].factors, fitting_rows(facts, machine))
+        whole_s, base = self._base(
+            settings[0].factors, fitting_rows(facts, machine), {one.stages for one in settings if one.stages > 1}
+        )
         for words in dict.fromkeys(one.words for one in settings if one.words):
             self._alone(replace(base, words=words))  # the ratio of options, if no other setting with them is timed
         copy_per_s = message_s = 0.0
@@ -182,7 +187,9 @@ class _Profiler:
                 message_s = self._message_s(copies, most)
                 self.layers = None  # whose inputs need memory
                 several = [one for one in settings if one.copies > 1]
-                if all(fits_timed(one.copies, one.rows, facts, machine) for one in several):  # else all are predicted
+                if all(
+                    fits_timed(one.copies, one.rows, facts, machine, one.stages > 1) for one in several
+                ):  # else all are predicted
                     self._together(copies, several)
         except (RuntimeError, TimeoutError) as error:  # predictions then do without them
             log.warning(f"copies not timed: {error}")
@@ -202,6 +209,7 @@ class _Profiler:
             whole_s,
             self.layers_s,
             self.num_calls,
+            self.largest,
             update_s,
             self.updates.dense_bytes(),
             copy_per_s,
@@ -235,30 +243,33 @@ class _Profiler:
 
     def _settings(self, facts: JobFacts, machine: Machine) -> list[Setting]:
         """The distinct settings of all candidates that fit into memory: without options first, then those on all cores,
-        by importance."""
+        stages first, which take the least time, by importance."""
         found: dict[Setting, None] = {}
         listed = candidates(self.level, machine, facts, planned())
         for candidate in [each for each in listed if fits(each, facts, machine)] or listed[:1]:
             setting = Setting.of(split(candidate, self.cores), facts.part_rows, self.optimizer_takes_factors)
             if setting.copies == 1 or self.job.cuts:
                 found[setting] = None
-        return sorted(found, key=lambda one: (bool(one.words), one.threads * one.copies < self.cores))
+        return sorted(found, key=lambda one: (bool(one.words), one.threads * one.copies < self.cores, -one.stages))
 
     def _absorbed(self, setting: Setting) -> set[int]:
         return {id(self.parameters[name]) for name in self.updates.factored()} if setting.factors else set()
 
-    def _record(self, setting: Setting) -> LayerTimer:
+    def _forward(self, setting: Setting) -> Callable[[], Tensor]:
         torch.set_num_threads(setting.threads)
         batch = self.job.first_samples(setting.rows, setting.words)
 
-        def forward() -> None:
+        def forward() -> Tensor:
             with autocast(setting.words, list(self.parameters.values())[:1]):
-                self.job.compute(batch)
+                return self.job.compute(batch)
 
         self.layers = None  # before the next one
-        self.layers = LayerTimer(self.job.model, forward, setting.words, self._absorbed(setting))
-        self.num_calls = self.layers.num_calls
-        return self.layers
+        return forward
+
+    def _record(self, setting: Setting) -> LayerTimer:
+        layers = LayerTimer(self.job.model, self._forward(setting), setting.words, self._absorbed(setting))
+        self.layers, self.num_calls = layers, layers.num_calls
+        return layers
 
     def _alone(self, setting: Setting) -> None:
         if str(setting) in self.layers_s:
@@ -269,8 +280,8 @@ class _Profiler:
     def _together(self, copies: ForkedCopies, settings: Sequence[Setting]) -> None:
         """Times settings of several copies: each pass starts on all copies at once, and the slowest copy counts."""
         for one in settings:
-            if self.spent > 0.6:
-                return
+            if self.spent > (STAGES_SPENT if one.stages > 1 and not one.words else 0.6):
+                continue
             copies.request(one.copies, "record", setting=vars(one))
             taken = passes(lambda one=one: copies.request(one.copies, "time"), self.budget_s / 12)  # type: ignore[misc]
             self.layers_s[str(one)] = max(copies.request(one.copies, "total", last=len(taken)))
@@ -278,8 +289,12 @@ class _Profiler:
     def _work(self, what: str, options: dict[str, Any]) -> Any:
         """Runs in a forked copy."""
         if what == "record":
-            given = options["setting"]
-            self._record(Setting(**{**given, "words": tuple(given["words"])}))
+            setting = Setting(**{**options["setting"], "words": tuple(options["setting"]["words"])})
+            if setting.stages > 1:
+                weights = [weight for weight in self.parameters.values() if weight.requires_grad]
+                self.layers = MicroBatchTimer(self._forward(setting), weights, self._absorbed(setting))
+            else:
+                self._record(setting)
             self.taken = []
         if what == "time" and self.layers:
             self.taken.append(self.layers.time())
@@ -293,9 +308,9 @@ class _Profiler:
             copies.request(most, "ping")
         return (time.perf_counter() - start) / PINGS / 2
 
-    def _base(self, factors: bool, most: int) -> tuple[float, Setting]:
+    def _base(self, factors: bool, most: int, stages: Collection[int]) -> tuple[float, Setting]:
         """Times the whole model and its layers, interleaved, at one thread; on part of the batch if a step is long, and
-        on at most so many rows."""
+        on at most so many rows. Then it is known how evenly the model can be cut into so many ``stages``."""
         few_rows = self.job.few(self.rows // 8, self.rows)
         self._step(few_rows, factors)
         about_s = self._step(few_rows, factors) * self.rows / few_rows
@@ -307,7 +322,9 @@ class _Profiler:
         base = Setting(1, rows, factors=factors)
         layers = self._record(base)
         taken = passes(lambda: (self._step(base.rows, factors), layers.time()), self.budget_s / 5)
-        self.layers_s[str(base)] = layers.total_s([one for _, one in taken])
+        layers_s = [one for _, one in taken]
+        self.layers_s[str(base)] = layers.total_s(layers_s)
+        self.largest = {str(k): layers.largest(layers_s, k) for k in stages}
         if not whole:  # a second size for the extrapolation
             self._alone(Setting(1, self.job.few(base.rows // 2, base.rows), factors=factors))
         return lower_quartile([one for one, _ in taken]), base
