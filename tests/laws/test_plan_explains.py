@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +16,8 @@ from paceline.launch.machine import Machine
 from paceline.planner import planner
 from paceline.planner.candidates import JobFacts
 from paceline.planner.choose import Candidate, choose, speedup, tied
-from paceline.planner.measure import fresh_process, trial
+from paceline.planner.measure import fresh_process, stopwatch, trial
+from paceline.planner.measure.profile import Profile
 from paceline.planner.measure.trial import Trial, merge
 from paceline.planner.plan_tables import plan_table
 
@@ -259,6 +262,45 @@ def test_without_a_profile_no_row_is_left_out(monkeypatch):
     monkeypatch.setattr(planner, "survey", lambda: Machine(cores=4, physical_cores=4, memory_bytes=64 << 30))
     rows = [row.engine for row in planner.make(["x.py"]).rows]
     assert rows == ["sequential", "threads:4", "replicas:4", "replicas:2", "processes:4", "processes:2"]
+
+
+def test_all_rows_that_promise_as_much_share_the_minute(monkeypatch):
+    """Story: of a transformer one parallel row was tried, the one that predictions of equal rows put first by chance.
+
+    Steps of 1.5 s and 0.75 s; a start takes 5 s, the profile 10 s.
+    """
+    now_s, ran = [0.0], []
+    found_s = {"sequential": 1.5, "threads:2": 0.9, "replicas:2": 0.8, "processes:2": 0.75, "pipeline:2": 1.1}
+    said_s = {**found_s, "threads:2": 0.73, "replicas:2": 0.74, "processes:2": 0.76}
+
+    def profile(*_):
+        now_s[0] += 15.0
+        return Profile(JobFacts(rows=16), spent_s=10.0), ""
+
+    def measure(command, engine, timed_s, limit_s, shrinks):
+        ran.append(engine)
+        step_s = found_s[engine] * (0.4 if shrinks else 1.0)
+        watch = stopwatch.Stopwatch(None, timed_s=timed_s, shrinks=shrinks)
+        with contextlib.suppress(SystemExit):
+            for _ in range(1000):
+                now_s[0] += step_s
+                watch.tick(16, step_s)
+        now_s[0] += 5.0
+        return Trial(engine, found_s[engine], 0.01, extrapolated=shrinks)
+
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], strftime=time.strftime, gmtime=time.gmtime)
+    monkeypatch.setattr(planner, "time", clock)
+    monkeypatch.setattr(planner, "run_profile", profile)
+    monkeypatch.setattr(planner, "measure", measure)
+    monkeypatch.setattr(planner, "predicted_s", lambda name, *_: said_s[name])
+    monkeypatch.setattr(planner, "survey", lambda: Machine(cores=2, physical_cores=2, memory_bytes=64 << 30))
+    monkeypatch.setattr(planner, "by_fingerprint", lambda *_: None)
+    monkeypatch.setattr(planner, "store", lambda *_: None)
+    made = planner.make(["x.py"], patient=True)
+    assert made.chosen == "processes:2"
+    assert ran[:4] == ["sequential", "threads:2", "replicas:2", "processes:2"]
+    assert "pipeline:2" not in ran, "it was predicted far slower"
+    assert now_s[0] <= 60.0 + 5.0
 
 
 def test_a_script_that_fails_is_told_at_once(tmp_path, monkeypatch):

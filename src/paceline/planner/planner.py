@@ -17,6 +17,7 @@ from paceline.planner.candidates import MARGIN, JobFacts, allowed, candidates, c
 from paceline.planner.choose import Candidate, choose, choose_requested, run_off, tied
 from paceline.planner.cost_model import predicted_s
 from paceline.planner.measure.profile import Profile, run_profile
+from paceline.planner.measure.stopwatch import MIN_STEPS, TIMEOUT_FACTOR, WARM_UP_STEPS
 from paceline.planner.measure.trial import Trial, measure, merge
 from paceline.planner.plan_cache import by_fingerprint, cached, confirm, fingerprint, promise, store
 from paceline.planner.plan_file import Plan, Row
@@ -29,6 +30,7 @@ PATIENT_S, LONG_STEP_S, LONG_STEPS = 60.0, 2.0, 6  # of a plan that someone wait
 PROFILE_SHARE, THOROUGH_PROFILE_S = 1 / 3, 30.0
 TIMED_S = (0.6, 2.5)  # minimum and maximum of timed seconds per trial
 PROMISING = 1.3  # times the best: a candidate predicted slower is not tried; predictions err by less than this
+FEW_TRIALS = 3  # at least so many share the time that is left
 MAX_ROUNDS = 4  # in which the two fastest are timed again, interleaved
 MAX_ATTEMPTS = 6  # until two candidates have run
 STEPS, SHRUNK_STEPS = 5.0, 3.0  # minimum steps of a trial, warm-up included
@@ -86,7 +88,7 @@ def make(
     for number, entry in enumerate(worth):
         if thorough or entry.engine == DETERMINISTIC or budget.allows(entry, entries, fidelity):
             show(f"trying {entry.engine}{_so_far(entries, fidelity)}")
-            entry.trial = budget.trial(command, entry)
+            entry.trial = budget.trial(command, entry, _num_promising(worth[number:]))
         tell(entry, entries, number + 1, len(worth))
     _retime_ties(command, entries, fidelity, budget, show)
     chosen, reason, found = choose(entries, fidelity, facts)
@@ -147,6 +149,16 @@ def _worth_trying(entries: Sequence[Candidate], level: str, thorough: bool) -> l
     return [base, *sorted(others, key=ranking_s)]
 
 
+def _promises(one: Candidate, best: Candidate) -> bool:
+    return not (one.predicted_s and best.predicted_s and one.predicted_s > PROMISING * best.predicted_s)
+
+
+def _num_promising(ahead: Sequence[Candidate]) -> int:
+    """Of those that are still to be tried, which may be the fastest."""
+    known = [one for one in ahead if one.predicted_s]
+    return sum(_promises(one, min(known, key=lambda each: each.step_s)) for one in known)
+
+
 @dataclasses.dataclass
 class _Budget:
     """The time budget in seconds, and how much of it each trial may use. ``lenient``: nobody has asked for it, and the
@@ -176,25 +188,29 @@ class _Budget:
             return few and self.lenient
         if few:
             return True
-        best = ranking[0] if ranking else entry
-        return not (step_s and best.predicted_s and step_s > PROMISING * best.predicted_s)
+        return not ranking or _promises(entry, ranking[0])
 
-    def _timed_s(self) -> float:
+    def _timed_s(self, num_trials: int = FEW_TRIALS, step_s: float = 0.0) -> float:
+        """So that there is time for so many trials of steps of ``step_s``, of which long ones are timed for longer."""
         low, high = TIMED_S
-        return high if self.thorough else min(high, max(low, self.left_s / 3 - self.start_s))
+        if self.thorough:
+            return high
+        share_s = self.left_s / max(FEW_TRIALS, num_trials) - self.start_s - WARM_UP_STEPS * step_s
+        return min(high, max(low, share_s / (TIMEOUT_FACTOR if MIN_STEPS * step_s > share_s else 1)))
 
     def _shrinks(self, entry: Candidate) -> bool:
         """Whether the baseline is timed on smaller batches and extrapolated, because its steps are long."""
         long = (entry.predicted_s or 0.0) * 4 > 2 * self._timed_s()
         return long and entry.engine == BASELINE and not self.thorough
 
-    def trial(self, command: Sequence[str], entry: Candidate) -> Trial | None:
-        """None if the budget ran out before the trial ended: such a trial gives no information."""
+    def trial(self, command: Sequence[str], entry: Candidate, num_trials: int = FEW_TRIALS) -> Trial | None:
+        """One of so many. None if the budget ran out before it ended: such a trial gives no information."""
         known = entry.predicted_s is not None
         least_s = self.start_s + 3 * STEPS * (entry.predicted_s or 0.0) if self.lenient else 1.0
         limit_s = 120.0 if self.thorough else max(least_s, self.left_s) if known else max(60.0, 3 * self.left_s)
         shrinks = self._shrinks(entry)
-        ran = measure(command, entry.engine, timed_s=self._timed_s(), limit_s=limit_s, shrinks=shrinks)
+        timed_s = self._timed_s() if shrinks else self._timed_s(num_trials, entry.predicted_s or 0.0)
+        ran = measure(command, entry.engine, timed_s=timed_s, limit_s=limit_s, shrinks=shrinks)
         return None if ran.late and known and not self.thorough else ran
 
 
