@@ -85,8 +85,8 @@ def _within(item: pytest.Item) -> Iterator[Any]:
     """A test that does not heed its timeout, whose alarm nothing hears or is followed by a cleanup that waits, ends its
     process with every thread's stack."""
     mark = item.get_closest_marker("timeout")
-    limit = mark.args[0] if mark else float(item.config.getini("timeout"))
-    faulthandler.dump_traceback_later(limit + CLEANUP_S, exit=True, file=item.config.stash[STDERR])
+    if limit := mark.args[0] if mark else float(item.config.getini("timeout") or 0):  # 0: of another project's tests
+        faulthandler.dump_traceback_later(limit + CLEANUP_S, exit=True, file=item.config.stash[STDERR])
     try:
         return (yield)
     finally:
