@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RECORD ?= benchmarks/$(shell date +%F)_$(shell nproc)-cores_chaos-simulated
 
-# a file's tests in one of two processes; one that a test has ended, as it heeds no timeout, ends the rest
+# two processes share the files; where a test that heeds no timeout has ended one of them, no other is started
 TWO := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # tests start thousands of processes, each of which would compile all that it imports

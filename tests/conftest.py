@@ -26,6 +26,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(BENCH), str(STARTIN
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's own threads wait in a loop as each process starts
 
+CLEANUP_S = 60.0  # of a test that its timeout has ended
+STDERR = pytest.StashKey[int]()  # not what a test's output is captured from
+
 _cache = tempfile.TemporaryDirectory(prefix="paceline-test-cache-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
 
@@ -55,7 +58,7 @@ class Failures:
 
 @pytest.hookimpl(trylast=True)  # when there is a terminal
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[STDERR] = os.dup(2)  # not what a test's output is captured from
+    config.stash[STDERR] = os.dup(2)
     if terminal := config.pluginmanager.get_plugin("terminalreporter"):
         config.pluginmanager.register(Failures(terminal))
     if os.environ.get("PACELINE_TEST_DEVICE", "cpu") != "cpu":
@@ -74,10 +77,6 @@ def factors_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         from paceline.engine import sequential
 
         monkeypatch.setattr(sequential, "takes_gradients", lambda model: False)
-
-
-CLEANUP_S = 60.0
-STDERR = pytest.StashKey[int]()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -413,3 +413,21 @@ def test_each_node_takes_in_its_packets_on_its_own_core():
                 words = [*inside, "cat", f"/sys/class/net/{device}/queues/rx-0/rps_cpus"]
                 mask = subprocess.run(words, capture_output=True, text=True, check=True).stdout
                 assert int(mask.replace(",", ""), 16) == 1 << own
+
+
+@pytest.mark.parametrize(
+    ("name", "num_weights"),
+    [
+        ("lstm", 2 * 10000 * 512 + 10000 + 2 * (8 * 512**2 + 8 * 512)),
+        ("gpt2-tied", (16384 + 256) * 384 + 6 * (12 * 384**2 + 13 * 384) + 2 * 384),  # the vocabulary once
+    ],
+)
+def test_a_language_model_learns_its_batch(name, num_weights):
+    work = Work(f"{name}@8", 1)
+    model = work.network()
+    assert sum(parameter.numel() for parameter in model.parameters()) == num_weights
+    step = work.by_hand(model, torch.optim.Adam(model.parameters(), lr=1e-3))
+    first = step()
+    for _ in range(5):
+        last = step()
+    assert last < first

@@ -155,8 +155,8 @@ def _promises(one: Candidate, best: Candidate) -> bool:
 
 def _num_promising(ahead: Sequence[Candidate]) -> int:
     """Of those that are still to be tried, which may be the fastest."""
-    known = [one for one in ahead if one.predicted_s]
-    return sum(_promises(one, min(known, key=lambda each: each.step_s)) for one in known)
+    known = sorted((one for one in ahead if one.predicted_s), key=lambda one: one.predicted_s or 0.0)
+    return sum(_promises(one, known[0]) for one in known)
 
 
 @dataclasses.dataclass

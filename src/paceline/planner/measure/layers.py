@@ -125,9 +125,12 @@ class LayerTimer:
         return sum(call.count * lower_quartile(column) for call, column in zip(self.calls, columns, strict=True))
 
     def largest(self, passes: Sequence[Sequence[float]], stages: int) -> float:
-        """The longest one's part of the time, if the model is cut into ``stages`` between layers."""
+        """The longest one's part of the time, if the model is cut into ``stages`` between layers. Of a model that calls
+        no module they are taken as even."""
         each_s = [lower_quartile(column) for column in zip(*passes, strict=True)]
         ends = list(itertools.accumulate(each_s[i] for i in self.order))
+        if not ends:
+            return 1 / stages
         cuts = [min(ends, key=lambda end: abs(end - ends[-1] * stage / stages)) for stage in range(1, stages)]
         return max(after - before for before, after in itertools.pairwise([0.0, *cuts, ends[-1]])) / ends[-1]
 

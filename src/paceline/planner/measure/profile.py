@@ -54,9 +54,9 @@ class Setting:
 
     def __str__(self) -> str:
         """As a key of `Profile.layers_s`."""
-        whole = (self.stages,) if self.stages > 1 else ()
+        stages = (self.stages,) if self.stages > 1 else ()
         options = "+".join(self.words), int(self.factors)
-        return "/".join(map(str, (self.threads, self.rows, self.copies, *options, *whole)))
+        return "/".join(map(str, (self.threads, self.rows, self.copies, *options, *stages)))
 
 
 @dataclass(frozen=True)

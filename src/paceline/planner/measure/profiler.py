@@ -187,9 +187,8 @@ class _Profiler:
                 message_s = self._message_s(copies, most)
                 self.layers = None  # whose inputs need memory
                 several = [one for one in settings if one.copies > 1]
-                if all(
-                    fits_timed(one.copies, one.rows, facts, machine, one.stages > 1) for one in several
-                ):  # else all are predicted
+                # else all are predicted
+                if all(fits_timed(one.copies, one.rows, facts, machine, one.stages > 1) for one in several):
                     self._together(copies, several)
         except (RuntimeError, TimeoutError) as error:  # predictions then do without them
             log.warning(f"copies not timed: {error}")
@@ -243,14 +242,14 @@ class _Profiler:
 
     def _settings(self, facts: JobFacts, machine: Machine) -> list[Setting]:
         """The distinct settings of all candidates that fit into memory: without options first, then those on all cores,
-        stages first, which take the least time, by importance."""
+        by importance."""
         found: dict[Setting, None] = {}
         listed = candidates(self.level, machine, facts, planned())
         for candidate in [each for each in listed if fits(each, facts, machine)] or listed[:1]:
             setting = Setting.of(split(candidate, self.cores), facts.part_rows, self.optimizer_takes_factors)
             if setting.copies == 1 or self.job.cuts:
                 found[setting] = None
-        return sorted(found, key=lambda one: (bool(one.words), one.threads * one.copies < self.cores, -one.stages))
+        return sorted(found, key=lambda one: (bool(one.words), one.threads * one.copies < self.cores))
 
     def _absorbed(self, setting: Setting) -> set[int]:
         return {id(self.parameters[name]) for name in self.updates.factored()} if setting.factors else set()
