@@ -196,6 +196,20 @@ def test_a_weight_with_a_hook_is_sent_whole():
     assert weight.impure
 
 
+def test_a_weight_of_more_rows_than_pay_is_sent_whole_for_good_after_some_steps_in_a_row():
+    own = layer()
+    factors = Factors(nn.Sequential(own), 2)
+    (weight,) = factors.weights.values()
+    few, many = (torch.randn(num, 200) for num in (3, factors.most(weight) + 1))
+    for given, hopeless in [(many, False), (many, False), (few, False), (many, False), (many, False), (many, True)]:
+        own.zero_grad()
+        with factors.looking():
+            out = own(given)
+        (out**2).sum().backward()
+        assert (weight.whole(own.weight.grad) is None) == (given is many)
+        assert weight.hopeless == hopeless
+
+
 def test_rows_are_copies():
     given = torch.randn(3, 200)
     weight, gradient = taken(layer(), given)

@@ -18,6 +18,7 @@ SERVED = (
     *("float32", "more rows than pay", "nesterov, decay", "no momentum", "cleared last", "cleared to zero"),
     *("cleared in between", "saved", "foreach", "fused of torch", "attacked", "two modules", "a part of the weights"),
     *("saved whole", "more rows than pay, to zero", "to zero, foreach"),
+    *("more rows than pay, twice", "rows that pay on one rank"),
 )
 NOT_COMPUTED, NOT_ALONE = "is not computed, and aten", "got a gradient that is not its layer's alone"
 REFUSED = {
@@ -70,7 +71,8 @@ def test_three_ranks_train_to_the_weights_of_torchs_class(tmp_path):
 BOTH, ONE, ONCE = [[2, 2]], [[1, 1]], [[2, 0], [0, 0]]  # of each step, the last one for all that follow
 EARLY = {
     **dict.fromkeys(("plain", "accumulated", "cleared to zero", "saved", "foreach", "attacked", "own group"), BOTH),
-    **dict.fromkeys(("two forwards", "cleared in between"), ONCE),
+    **dict.fromkeys(("more rows than pay", "more rows than pay, to zero", "rows that pay on one rank"), BOTH),
+    **dict.fromkeys(("two forwards", "cleared in between", "more rows than pay, twice"), ONCE),
     "again": [[2, 1], [1, 1]],
     "unused everywhere": ONE,
 }
@@ -78,7 +80,7 @@ EARLY = {
 
 @pytest.mark.dear
 @pytest.mark.parametrize("case", EARLY)
-def test_gathers_begin_during_backward_and_a_layer_whose_rows_change_after_that_begins_early_once(said, case):
+def test_sums_begin_during_backward_and_a_layer_whose_rows_change_after_that_begins_early_once(said, case):
     expected, found = EARLY[case], said[case]["early"]
     assert found == (expected + [expected[-1]] * len(found))[: len(found)] != []
 

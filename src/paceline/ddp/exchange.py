@@ -163,7 +163,7 @@ class BucketSums:
     def _agreed(self, parts: Sequence[Part], trial: Trial) -> list[int]:
         """The most rows that any rank has of each weight; NOT_NOW: it is sent whole."""
         ready = [
-            NEVER if part.weight.impure else len(part.rows[0]) if part.rows and trial.next() else NOT_NOW
+            NEVER if part.weight.hopeless else len(part.rows[0]) if part.rows and trial.next() else NOT_NOW
             for part in parts
         ]
         headers = torch.stack(self.lane.gathered(torch.tensor([*ready, self.lane.rate, *trial.times, self._products])))

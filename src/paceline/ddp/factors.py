@@ -7,7 +7,7 @@ Rows are taken during forward and backward, from no module that would remember i
 checked against the gradient itself. In every step by one random vector: a part from elsewhere (a second use, a penalty,
 earlier passes) that is more than about 1e-5 of the gradient's norm is noticed, and this step's gradient is sent whole.
 In the first steps and every `EVERY` row by row, to rounding: then also a smaller part, which Adam would make as large,
-sends the weight whole for good. So do hooks on the weight.
+sends the weight whole for good. So do hooks on the weight, and some steps of more rows than pay.
 
 *Source*: sufficient factors: Xie et al. 2016 (UAI). One random vector: Freivalds 1977 (IFIP Congress, p. 839).
 """
@@ -27,6 +27,7 @@ from paceline.engine.compute.gradient_hooks import cut
 ROUNDING = 64  # units in the last place by which two sums in another order may differ
 FIRST, EVERY = 4, 50  # steps that are checked row by row
 CHUNK = 256  # rows of a gradient at a time
+MAX_MISSED = 3  # steps in a row without all rows
 
 
 class Weight:
@@ -39,8 +40,12 @@ class Weight:
         self.probe = 1 + torch.rand(parameter.shape[0], generator=generator, dtype=parameter.dtype)
         self.probe *= 1 - 2 * torch.randint(0, 2, self.probe.shape, generator=generator)
         self.rows: list[tuple[Tensor, Tensor]] = []
-        self.count, self.missed, self.num_checks = 0, False, 0
+        self.count, self.missed, self.num_missed, self.num_checks = 0, False, 0, 0
         self.impure = False  # it has a gradient from elsewhere, however small
+
+    @property
+    def hopeless(self) -> bool:
+        return self.impure or self.num_missed >= MAX_MISSED
 
     def takes(self, rows: int, most: int) -> bool:
         """Whether so many rows more are worth keeping; where not, this step's gradient is sent whole."""
@@ -57,6 +62,7 @@ class Weight:
         """(left, right), a row for each sample, where these are all of ``gradient``: copies, since what is saved for
         backward may be overwritten in it. Forgets them."""
         rows, missed = self.rows, self.missed
+        self.num_missed = self.num_missed + 1 if missed else 0
         self.forget()
         if self.parameter._backward_hooks or getattr(self.parameter, "_post_accumulate_grad_hooks", None):
             self.impure = True

@@ -6,7 +6,7 @@
     .grad                has the rows and no values. Cleared, it has none; to whoever reads it, an error
 
 Only a script that leaves `.grad` alone between backward and step can have it, which nobody can see: so it is asked for.
-Rows that are more bytes than their product are multiplied before they are summed, as any other gradient.
+Rows that are more bytes than their product are multiplied, and the sum of the products begins in backward.
 
 *Invariants*: torch's class with the same SGD, up to the order of sums; replicas bit-equal, or an error.
 *Source*: sufficient factors: Xie et al. 2016 (UAI); into the momentum: `engine/compute/optimizer_step.py`.
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from paceline.ddp.early import EarlyGathers
+from paceline.ddp.early import WHOLE, EarlySums, Own
 from paceline.ddp.exchange import checksum
 from paceline.ddp.factors import saved_elsewhere
 from paceline.ddp.lane import Lane
@@ -41,7 +41,7 @@ dist: Any = torch.distributed  # its stubs leave out what we use
 
 VARIABLE, FUSED = "PACELINE_DDP_OPTIMIZER", "fused"
 WITHOUT = f"without {VARIABLE}={FUSED} this script runs as it is"
-UNUSED, IMPURE, DENSE = -1, -2, 1 << 40  # instead of a number of rows
+UNUSED, IMPURE = -1, -2  # instead of a number of rows
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # by torch's class
 
 _made: list[weakref.ref[Fused]] = []  # in the same order on all ranks
@@ -54,6 +54,10 @@ class Unread(Tensor):
     calls: list[Call]
     dense: Tensor | None = None  # of rows that were more
     taken = False  # by a step
+
+    @property
+    def parts(self) -> list[object]:
+        return [*self.calls, *([] if self.dense is None else [self.dense])]
 
     @classmethod
     def of(cls, name: str, weight: Tensor) -> Unread:
@@ -140,11 +144,15 @@ class _Recording(Backward):
         grad.calls.append(call)
         kept = sum(each.numel() for one in grad.calls for each in (one.left, one.right) if each is not None)
         if kept > weight.numel():  # one gradient takes less memory
-            left, right = self.sides(grad)
-            product = left.T @ right
-            grad.dense, grad.calls = product if grad.dense is None else grad.dense.add_(product), []
-        elif whole and grad.dense is None:
+            grad.dense, grad.calls = self.whole(grad), []
+        if whole:
             self.kept(grad)
+
+    def whole(self, grad: Unread) -> Tensor:
+        """A tensor of its own: to what is summed already nothing is added."""
+        left, right = self.sides(grad)
+        product = left.T @ right
+        return product if grad.dense is None else product.add_(grad.dense)
 
     def sides(self, grad: Unread) -> tuple[Tensor, Tensor]:
         """(left, right), a row each, of what is not in ``dense``."""
@@ -165,7 +173,7 @@ class Fused:
         self.recording.forms = [FACTORS if each in self.buckets else "" for each in self.recording.buckets]
         self.weights = [self.recording.parameters[name] for name in self.names]
         self.lane: Lane | None = None
-        self.early: EarlyGathers | None = None
+        self.early: EarlySums | None = None
         self._stepped: list[int] = []  # weights whose gradient the optimizer uses at the moment
         for weight in self.weights:
             if type(weight) is not nn.Parameter or weight.dtype not in (torch.float32, torch.float64):
@@ -198,7 +206,7 @@ class Fused:
         self.group, self.size = group, dist.get_world_size(group)
         if sums:  # they begin in the order of buckets, however these and the layers follow each other on a rank
             self.lane, self.sums = sums.beside(), sums
-            self.early = EarlyGathers(self.lane, len(self.weights), self._pays)
+            self.early = EarlySums(self.lane, len(self.weights), self._pays)
             self.recording.kept = self._kept
         for weight in self.weights:
             dist.broadcast(weight.data, dist.get_global_rank(group, 0), group)
@@ -222,7 +230,13 @@ class Fused:
     def _kept(self, grad: Unread) -> None:
         assert self.early
         i = self.names.index(grad.name)
-        self.early.ready(i, grad.calls, lambda: self.recording.sides(grad))
+        self.early.ready(i, lambda: self._own(i, grad))
+
+    def _own(self, i: int, grad: Unread) -> Own:
+        left, right = self.recording.sides(grad)
+        if grad.dense is None and self._pays(i, len(left)):
+            return Own(grad.parts, (left.clone(), right.clone()))
+        return Own(grad.parts, self.recording.whole(grad))
 
     def step(self, optimizer: Optimizer, closure: bool) -> None:
         groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
@@ -237,7 +251,7 @@ class Fused:
         if self.early:
             self.early.close_round()
         rows, states = self._agreed({i: self._rows(i) for i in own})
-        gathered = self.early.take(own, states) if self.early else {}
+        summed = self.early.take(own, states) if self.early else {}
         for i in own:
             weight = self.weights[i]
             grad, weight.grad = weight.grad, None
@@ -245,15 +259,17 @@ class Fused:
                 continue
             self._stepped.append(i)
             grad = grad if isinstance(grad, Unread) else Unread.of(self.names[i], weight)
+            total = summed.get(i)
+            if isinstance(total, Tensor):
+                weight.grad = total
+                continue
             if not rows[i] or not self._pays(i, rows[i]):
-                left, right = self.recording.sides(grad)
-                product = left.T @ right
-                weight.grad = product if grad.dense is None else product.add_(grad.dense)
+                weight.grad = self.recording.whole(grad)
                 if rows[i]:
                     dist.all_reduce(weight.grad.div_(self.size), group=self.group)
                 continue
-            left, right = gathered.get(i) or self.recording.sides(grad)
-            if self.lane and i not in gathered:
+            left, right = total or self.recording.sides(grad)
+            if self.lane and not total:
                 left, right = self.lane.submit(self.lane.rows, (left, right), [rows[i]] * 2).result()
             step_factored(
                 Factored(weight, left.div_(self.size), right), optimizer.state[weight], groups[id(weight)], 1.0
@@ -277,10 +293,10 @@ class Fused:
             raise RuntimeError(
                 f"{VARIABLE}={FUSED}: optimizer.step() was called twice for one gradient of {grad.name!r}; {WITHOUT}"
             )
-        return DENSE if grad.dense is not None else len(self.recording.sides(grad)[0])
+        return WHOLE if grad.dense is not None else len(self.recording.sides(grad)[0])
 
     def _agreed(self, found: dict[int, int]) -> tuple[list[int], list[list[int]]]:
-        """(the most rows that any rank has of each weight, each rank's states of the early gathers). Raises where a
+        """(the most rows that any rank has of each weight, each rank's states of the early sums). Raises where a
         rank cannot go on, on all ranks."""
         own = [found.get(i, UNUSED) for i in range(len(self.weights))]
         states = [self._state(i) for i in range(len(own))]
@@ -305,7 +321,7 @@ class Fused:
 
     def _state(self, i: int) -> int:
         grad = self.weights[i].grad
-        return self.early.state(i, grad.calls if isinstance(grad, Unread) else ()) if self.early else 0
+        return self.early.state(i, grad.parts if isinstance(grad, Unread) else ()) if self.early else 0
 
 
 def wanted(module: nn.Module, compiled: bool) -> Fused | None:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from under_ddp import CASES, STEPS, Net, Ours, Theirs, as_on_a_slow_network, batches, gap, train
 
 from paceline.ddp import fused
-from paceline.ddp.early import EarlyGathers
+from paceline.ddp.early import EarlySums
 
 SGD = {"nesterov": True, "momentum": 0.9, "weight_decay": 1e-3}
 
@@ -50,9 +50,11 @@ def attacked(module, loss, x):
     return (x + 0.1 * torch.autograd.grad(loss, x)[0].sign()).detach()
 
 
-def by_hand(kind, clear="first", optimizer=torch.optim.SGD, scaled=False, reads=False, save=False, times=1, **how):
+def by_hand(
+    kind, clear="first", optimizer=torch.optim.SGD, scaled=False, reads=False, save=False, times=1, passes=1, **how
+):
     """``clear``: when gradients are cleared: first; last; twice, also between two backward passes; to zero. ``times``
-    as many rows."""
+    as many rows. ``passes``: backward, before a step."""
     torch.manual_seed(0)
     module = kind(Net().double())
     made = optimizer(module.parameters(), lr=0.05, **how)
@@ -65,7 +67,8 @@ def by_hand(kind, clear="first", optimizer=torch.optim.SGD, scaled=False, reads=
         if clear == "twice":
             F.cross_entropy(module(x.flip(0)), y).backward()
             made.zero_grad()
-        scaler.scale(F.cross_entropy(module(x), y)).backward()
+        for _ in range(passes):
+            scaler.scale(F.cross_entropy(module(x), y)).backward()
         if reads:
             float(module.module.first.weight.grad.abs().max())
         scaler.step(made)
@@ -92,6 +95,8 @@ OWN = {
     "more rows than pay, to zero": {"times": 40, "momentum": 0.9, "clear": "zero"},
     "to zero, foreach": {"foreach": True, "momentum": 0.9, "clear": "zero"},
     "more rows than pay": {"times": 40, "momentum": 0.9},
+    "more rows than pay, twice": {"times": 40, "momentum": 0.9, "passes": 2},
+    "rows that pay on one rank": {"times": 26, "momentum": 0.9},
     "nesterov, decay": SGD,
     "no momentum": {},
     "cleared last": {"clear": "last", "momentum": 0.9},
@@ -122,8 +127,8 @@ OF_BOTH = (
 )
 
 
-class Counted(EarlyGathers):
-    """``steps``: of each, how many gathers backward began, and how many of them the step could use."""
+class Counted(EarlySums):
+    """``steps``: of each, how many sums backward began, and how many of them the step could use."""
 
     steps: list[list[int]]
 
@@ -139,7 +144,7 @@ class Counted(EarlyGathers):
 
 def outcome(play):
     theirs = play(Theirs)
-    fused.EarlyGathers, Counted.steps = Counted, []
+    fused.EarlySums, Counted.steps = Counted, []
     os.environ[fused.VARIABLE] = fused.FUSED
     try:
         ours = play(Ours)
