@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from cluster import Cluster
+from machines import needs_cluster
 from paceline.ddp import exchange, lane
 from paceline.ddp.factors import Factors
 from paceline.launch.local import free_port
@@ -107,6 +109,18 @@ def test_buckets_are_small_unless_the_script_or_its_hook_decides(said, case):
     unbuilt = case.startswith("unused")  # torch does not build them again where it looks for unused parameters
     first = case in ("float32", "autocast")  # torch's first one is of 1 MiB, and holds all
     assert ours == theirs if own or unbuilt or first else ours > theirs
+
+
+@needs_cluster
+def test_between_machines_buckets_are_small_and_the_bits_are_torchs(tmp_path):
+    with Cluster(2) as cluster:
+        nodes = [cluster.start(node, [sys.executable, SCRIPTS / "distant_ddp.py", tmp_path]) for node in range(2)]
+        assert [node.wait(60) for node in nodes] == [0, 0]
+    told = json.loads((tmp_path / "said.json").read_text())
+    for case, one in told.items():
+        ours, theirs = one["buckets"]
+        assert one["same"], case
+        assert ours > theirs if case in ("plain", "static graph") else ours == theirs, case
 
 
 @pytest.fixture(scope="module")

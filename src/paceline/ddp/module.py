@@ -2,8 +2,8 @@
 
 Everything that torch's class does, it still does: buckets, buffers, unused parameters, `no_sync`, `join`, graphs. What
 is ours is how a bucket's gradients are summed over the ranks (`paceline.ddp.exchange`), and only where a model has
-fully-connected layers that pay: any other model has torch's class to the last bit. A communication hook that a script
-registers takes our place.
+fully-connected layers that pay; and between machines, whose networks take long, smaller buckets, which begin sooner.
+Any other model has torch's class to the last bit. A communication hook that a script registers takes our place.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
     _stopwatch: stopwatch.Stopwatch | None = None
     _fused: fused.Fused | None = None
     _small_buckets = False
+    _distant = False  # ranks are on several machines
+    _hooked = False  # by the script
 
     def __init__(self, module: nn.Module, *arguments: Any, **options: Any):
         kept = fused.wanted(module, _compiled(module))
@@ -59,6 +61,8 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         gloo = dist.get_backend(self.process_group) == "gloo"
         if gloo and dist.get_world_size(self.process_group) > 1:
             self._sums = self._made(module)
+        if self._distant and not (self._small_buckets or self.mixed_precision or self._left_to_torch(module)):
+            self._remake_reducer()
         if self._sums and not self._left_to_torch(module):
             _install(self, self._sums)
         if kept:
@@ -74,7 +78,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         usual = self.bucket_bytes_cap
         default = getattr(self, "bucket_bytes_cap_default", False) and not getattr(self, "bucket_bytes_cap_list", None)
         self._small_buckets = (
-            default and not getattr(self, "_comm_hooks", None) and _small_buckets_pay(self.module, self.process_group)
+            default and not self._hooked and _small_buckets_pay(self.module, self.process_group, self._distant)
         )
         self.bucket_bytes_cap = BUCKET_BYTES if self._small_buckets else usual
         try:
@@ -91,10 +95,9 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         weights = list(factors.of.values())
         number = store.add(f"paceline/ddp/made/{rank}", 1)  # of those that all ranks have made
         messages = handshake.exchange(store, number, rank, size, weights, self._fused.names if self._fused else [])
-        sums = None
+        sums, self._distant = None, len({tuple(one["addresses"]) for one in messages}) > 1
         if self._fused or (weights and handshake.alike(messages)):
-            machines = {tuple(one["addresses"]) for one in messages}
-            sums = BucketSums(factors, group, Lane(group, store, str(number), _timeout(group), len(machines) > 1))
+            sums = BucketSums(factors, group, Lane(group, store, str(number), _timeout(group), self._distant))
         elif weights and rank == 0:
             log.info(UNLIKE)
         watch(group, store, {address for one in messages for address in one["addresses"]})
@@ -106,6 +109,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         fused.refuse_hooks(self._fused)
+        self._take_usual_buckets()
         if not self._sums:
             super().register_comm_hook(state, hook)
             return
@@ -115,20 +119,26 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         self.logger._set_comm_hook_name(hook.__qualname__)  # type: ignore[union-attr]
         self._comm_hooks.append((hook, state))
         self._theirs = state, hook
-        if self._small_buckets:  # a hook may depend on their size
-            self._remake_reducer(self._sums)
 
-    def _remake_reducer(self, sums: BucketSums) -> None:
+    def _take_usual_buckets(self) -> None:
+        """A hook may depend on their size."""
+        self._hooked = True
+        if self._small_buckets:
+            self._remake_reducer()
+            if self._sums:
+                _install(self, self._sums)
+
+    def _remake_reducer(self) -> None:
         parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
         names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
         self._ddp_init_helper(parameters, sparse, names, self.static_graph)
         if self.static_graph:
             self.reducer._set_static_graph()
-        _install(self, sums)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """C++ of torch's, by what is the same in Python where our hook is registered already."""
         fused.refuse_hooks(self._fused)
+        self._take_usual_buckets()
         if not self._sums:
             super()._register_builtin_comm_hook(comm_hook_type)  # type: ignore[no-untyped-call]
             return
@@ -211,14 +221,14 @@ def _compiling() -> bool:
     return bool(eval_frame and eval_frame.get_eval_frame_callback())
 
 
-def _small_buckets_pay(module: nn.Module, group: Any) -> bool:
-    """Whether there are factors and, beside them, gradients of several small buckets: their sums overlap backward."""
+def _small_buckets_pay(module: nn.Module, group: Any, distant: bool) -> bool:
+    """Whether sums of several small buckets overlap backward: between machines, or beside factors."""
     size = dist.get_world_size(group)
     if dist.get_backend(group) != "gloo" or size == 1 or _without_factors(module):
         return False
-    factors = Factors(module, size).of
+    factors = {} if distant else Factors(module, size).of
     others = sum(each.nbytes for each in module.parameters() if each.requires_grad and id(each) not in factors)
-    return bool(factors) and others > BUCKET_BYTES
+    return (distant or bool(factors)) and others > BUCKET_BYTES
 
 
 def _sparse(module: nn.Module) -> bool:

@@ -1,0 +1,57 @@
+"""Two machines train layers that have no factors under torch's DistributedDataParallel and under ours.
+
+    distant_ddp.py FOLDER
+
+Rank 0 writes FOLDER/said.json: for each case whether all bits are the same, and the numbers of buckets, ours first.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel.distributed import DistributedDataParallel as Theirs
+from under_ddp import buckets
+
+from paceline.ddp import module as ours_module
+from paceline.ddp.module import DistributedDataParallel as Ours
+
+STEPS = 6
+CASES = {"plain": {}, "static graph": {"static_graph": True}, "own size": {"bucket_cap_mb": 1}, "hook": {}}
+ours_module.BUCKET_BYTES = 1 << 20  # torch's first bucket
+
+
+def train(kind, case):
+    torch.manual_seed(0)
+    layers = [nn.Conv1d(4, 256, 5), nn.BatchNorm1d(256), *(nn.Conv1d(256, 256, 5) for _ in range(3))]
+    model = kind(nn.Sequential(*layers), **CASES[case])
+    if case == "hook":
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    torch.manual_seed(1 + dist.get_rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(3, 4, 40)).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def main(folder):
+    dist.init_process_group("gloo")
+    said = {}
+    for case in CASES:
+        ours, theirs = train(Ours, case), train(Theirs, case)
+        same = all(map(torch.equal, ours.state_dict().values(), theirs.state_dict().values()))
+        said[case] = {"same": same, "buckets": [buckets(ours), buckets(theirs)]}
+    if dist.get_rank() == 0:
+        (Path(folder) / "said.json").write_text(json.dumps(said))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
