@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_as_torchs import SCRIPTS, ranks
 from torch import nn
 
-from paceline.ddp import fused
+from paceline.ddp import early, fused
 
 EXACT = 1e-12  # of sums in another order
 SERVED = (
@@ -68,13 +69,13 @@ def test_three_ranks_train_to_the_weights_of_torchs_class(tmp_path):
         assert one["bit-equal"], case
 
 
-BOTH, ONE, ONCE = [[2, 2]], [[1, 1]], [[2, 0], [0, 0]]  # of each step, the last one for all that follow
+BOTH, ONCE = [[2, 2]], [[2, 0], [0, 0]]  # of each step, the last one for all that follow
 EARLY = {
     **dict.fromkeys(("plain", "accumulated", "cleared to zero", "saved", "foreach", "attacked", "own group"), BOTH),
     **dict.fromkeys(("more rows than pay", "more rows than pay, to zero", "rows that pay on one rank"), BOTH),
     **dict.fromkeys(("two forwards", "cleared in between", "more rows than pay, twice"), ONCE),
     "again": [[2, 1], [1, 1]],
-    "unused everywhere": ONE,
+    "unused everywhere": [[0, 1]],  # it waits for the other layer until the step
 }
 
 
@@ -83,6 +84,17 @@ EARLY = {
 def test_sums_begin_during_backward_and_a_layer_whose_rows_change_after_that_begins_early_once(said, case):
     expected, found = EARLY[case], said[case]["early"]
     assert found == (expected + [expected[-1]] * len(found))[: len(found)] != []
+
+
+def test_a_sum_begins_when_its_layers_gradient_is_there_and_those_of_all_layers_after_it_have_begun():
+    begun = []
+    lane = SimpleNamespace(submit=lambda work, layer, own: begun.append(layer))
+    layers = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
+    names = fused.Fused(layers).names
+    sums = early.EarlySums(lane, len(names), pays=lambda layer, rows: True)
+    for number, expected in ((3, [3]), (1, [3]), (2, [3, 2, 1]), (0, [3, 2, 1, 0])):  # of layers, as backward comes by
+        sums.ready(names.index(f"{number}.weight"), lambda: early.Own([object()], torch.zeros(1)))
+        assert [names[each] for each in begun] == [f"{each}.weight" for each in expected]
 
 
 @pytest.mark.dear

@@ -39,12 +39,12 @@ class _Begun:
 
 
 class EarlySums:
-    """Of ``count`` layers. ``pays``: whether so many rows of each rank are fewer bytes than the sum of the layer's
-    gradient."""
+    """Of ``count`` layers, 0 the last. ``pays``: whether so many rows of each rank are fewer bytes than the sum of the
+    layer's gradient."""
 
     def __init__(self, lane: Lane, count: int, pays: Callable[[int, int], bool]):
         self._lane, self._pays = lane, pays
-        self._order = list(reversed(range(count)))
+        self._order = list(range(count))
         self._begun: dict[int, _Begun] = {}  # until a step takes them
         self._left = list(self._order)  # not begun since the newest step
         self._ready: dict[int, Own] = {}
