@@ -55,7 +55,9 @@ class Job:
             errors.append("SparseAdam accepts only sparse gradients, and here they are added up dense; use Adam")
         errors += self._function_errors()
         errors += self._number_errors()
-        errors += _schedule_errors(self.scheduler, optimizer)
+        schedules = getattr(self.scheduler, "schedulers", None)  # of `SeveralSchedulers`
+        for each in schedules if isinstance(schedules, list) else [self.scheduler]:
+            errors += _schedule_errors(each, optimizer)
         if is_module:
             errors += _model_errors(model)
         if is_module and isinstance(optimizer, torch.optim.Optimizer):

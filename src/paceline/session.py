@@ -41,6 +41,7 @@ from paceline.planner import plan_cache
 from paceline.planner.diagnose import equivalence
 from paceline.planner.measure import stopwatch
 from paceline.report.log import configure, log
+from paceline.step import several_schedulers
 from paceline.training import Training
 
 TEMPORARIES = 5  # tensors of all gradients that a codec with a residual has at once
@@ -88,7 +89,7 @@ def join(
     clip                the maximum global norm of gradients
     accumulate          micro-batches in which a process computes its share, to save memory
     precision           "fp32", "bf16", "fp16" (with loss scaling); None: that of the plan
-    scheduler           a torch.optim.lr_scheduler, stepped once per applied step
+    scheduler           a torch.optim.lr_scheduler, stepped once per applied step, or a list of several
     batch_norm          "local": each process's own statistics, as DDP; "sync": those of the global batch
     buffers             that forward changes from a process's samples, such as a codebook: "own": each process keeps
                         its own, and rank 0's are saved; "broadcast": rank 0's everywhere after each step, as DDP
@@ -121,7 +122,8 @@ def join(
     size = batch_size * stopwatch.times() if isinstance(batch_size, int) else batch_size
     shares = "measured" if found else load_balance.parse_shares(request.arguments["shares"])
     job_of = partial(Job, batch_norm=batch_norm, forward=forward, most_rows=most_rows, buffers=buffers, found=found)
-    inside, options = wrapped_models.inside(model), (metric, accumulate, precision, scheduler)
+    options = metric, accumulate, precision, several_schedulers.as_one(scheduler)
+    inside = wrapped_models.inside(model)
     job = job_of(inside, one, loss, size, clip, seed, *options, shares=shares)
     # in an equivalence run, a single process may be given a rank
     world = LaunchEnvironment() if equivalence.requested().get("told") else LaunchEnvironment.of_environment()

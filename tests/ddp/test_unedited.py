@@ -210,8 +210,12 @@ ENDLESS = SCRIPT.replace("range(3)", "range(10**9)").replace(
 )
 
 
-def test_a_killed_rank_ends_the_others_within_ten_seconds_by_name(tmp_path):
-    (tmp_path / "endless.py").write_text(ENDLESS)
+SHARED = ENDLESS.replace("400", "4000").replace("torch.randn(8", "torch.randn(999")  # more rows than pay
+
+
+@pytest.mark.parametrize("text", [ENDLESS, SHARED], ids=["factors", "in shared memory"])
+def test_a_killed_rank_ends_the_others_within_ten_seconds_by_name(text, tmp_path):
+    (tmp_path / "endless.py").write_text(text)
     given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     given |= {"OMP_NUM_THREADS": "1", "PACELINE_HOST": "here"}
     started = [
@@ -227,13 +231,13 @@ def test_a_killed_rank_ends_the_others_within_ten_seconds_by_name(tmp_path):
     try:
         begun(tmp_path)
         started[1].kill()
-        _, text = started[0].communicate(timeout=10)
+        _, said = started[0].communicate(timeout=10)
     finally:
         for process in started:
             process.kill()
             process.communicate()
     assert started[0].returncode == 1
-    assert "rank 1 (here) was not heard for 2.5 s and is taken for lost; this process (rank 0) ends" in text
+    assert "rank 1 (here) was not heard for 2.5 s and is taken for lost; this process (rank 0) ends" in said
 
 
 def begun(folder):

@@ -69,12 +69,14 @@ def test_each_steps_as_if_alone(kind, clip, how):
         assert gap(state, want) < 1e-11
 
 
-def test_a_checkpoint_has_all_of_their_states_and_each_has_its_own(tmp_path):
+@pytest.mark.parametrize("scheduled", [(1,), (1, 0)])
+def test_a_checkpoint_has_all_of_their_states_and_each_has_its_own(scheduled, tmp_path):
     def joined(folder):
         model = build(Plain)
         optimizers = two(model.parameters())
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizers[1], 0.5)
-        how = {"batch_size": 24, "engine": "sequential", "folder": folder, "scheduler": schedule}
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizers[number], 0.5) for number in scheduled]
+        how = {"batch_size": 24, "engine": "sequential", "folder": folder}
+        how["scheduler"] = schedules if len(schedules) > 1 else schedules[0]
         return model, optimizers, paceline.join(model, optimizers, F.cross_entropy, **how)
 
     model, optimizers, pace = joined(tmp_path)
@@ -84,8 +86,9 @@ def test_a_checkpoint_has_all_of_their_states_and_each_has_its_own(tmp_path):
         pace.save()
         for batch in DATA[2:]:
             pace.step(batch)
-        assert optimizers[1].param_groups[0]["lr"] == pytest.approx(0.01 / 16)
-        assert optimizers[0].param_groups[0]["lr"] == 0.02
+        for number, each in enumerate(optimizers):
+            first, expected = (0.02, 0.01)[number], 1 / 16 if number in scheduled else 1
+            assert each.param_groups[0]["lr"] == pytest.approx(first * expected)
         with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) was called beside pace\.step"):
             optimizers[0].step()
         for refused in (optimizers[0].load_state_dict, optimizers[0].add_param_group):

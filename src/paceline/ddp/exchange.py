@@ -8,7 +8,7 @@ A bucket's first steps are timed with factors; then, unless its whole gradient w
 which they came, as torch sums it. What is slower for the slowest rank is not done again; nor is what cannot be tried.
 All that decides is in the header, so that all ranks decide the same, and what is dropped is dropped between two passes.
 Sums run on a lane of their own (`paceline.ddp.lane`), in the order of buckets; those of buckets without factors only
-where it compresses them.
+where it compresses them, or has memory that the ranks share.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class BucketSums:
                 parts.append(Part(weight, gradient, weight.whole(gradient) if active else None))
             else:
                 others.append(gradient)
-        if not (parts or of_active or self.lane.packs_sum(buffer)):
+        if not (parts or of_active or self.lane.packs_sum(buffer) or self.lane.shares(buffer)):
             buffer.div_(self.size)
             return dist.all_reduce(buffer, group=self.group, async_op=True).get_future().then(_first)
         checked_s = time.perf_counter() - begin

@@ -18,13 +18,15 @@ WAIT = timedelta(seconds=60)  # ranks have just verified their parameters togeth
 ROWS = 8, 64  # of the products that are compared
 
 
-def exchange(
-    store: Any, number: int, rank: int, size: int, weights: Sequence[Weight], fused: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Every rank's message; empty if one sends none within WAIT, as with torch's own class on that rank. Raises
-    ValueError where ranks leave other weights (``fused``) to their optimizer."""
+def message(weights: Sequence[Weight], fused: Sequence[str], shares: bool) -> dict[str, Any]:
+    """Of one rank. ``fused``: weights that are left to the optimizer; ``shares``: it may sum in shared memory."""
     own = {"addresses": addresses(), "weights": [_fingerprint(weight) for weight in weights], "machine": _machine()}
-    own["fused"] = list(fused)
+    return {**own, "fused": list(fused), "shares": shares}
+
+
+def exchange(store: Any, number: int, rank: int, size: int, own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's message; empty if one sends none within WAIT, as with torch's own class on that rank. Raises
+    ValueError where ranks leave other weights to their optimizer."""
     store.set(f"paceline/ddp/handshake/{number}/{rank}", json.dumps(own))
     keys = [f"paceline/ddp/handshake/{number}/{other}" for other in range(size)]
     try:

@@ -1,5 +1,6 @@
 """Collectives in a wrapper's own thread and connections, compressed without loss where the network is slower than that.
 
+    sums      on one machine in memory that the ranks share (`paceline.ddp.shared_sum`)
     rate      of each large gather every rank knows the time per byte; what counts is the rank that waited least
     packed    set for all ranks alike, between two passes; on one machine never, where waits are those of its processors
 
@@ -25,6 +26,7 @@ import torch.distributed
 from torch import Tensor
 
 from paceline.codec.encoding.packing import MIN_BYTES, fits, pack, unpack
+from paceline.ddp import shared_sum
 from paceline.exchange.flow.costs import SLOW_S
 
 dist: Any = torch.distributed  # its stubs leave out what we use
@@ -39,13 +41,14 @@ PER_BYTE = 1e-12  # the unit of a rate, in seconds
 
 class Lane:
     """Among the ranks of ``group``; every rank makes its own at the same place. ``name``: of those of this group its
-    own. ``distant``: they are on several machines."""
+    own. ``distant``: they are on several machines. ``shares``: they are on one, and have large sums."""
 
-    def __init__(self, group: Any, store: Any, name: str, timeout: timedelta, distant: bool):
+    def __init__(self, group: Any, store: Any, name: str, timeout: timedelta, distant: bool, shares: bool = False):
         self.rank, self.size, self.distant = dist.get_rank(group), dist.get_world_size(group), distant
-        self._made = group, store, name, timeout
+        self._made = group, store, name, timeout, shares
         prefix = dist.PrefixStore(f"paceline/ddp/lane/{name}", store)
         self._gloo = dist.ProcessGroupGloo(prefix, self.rank, self.size, timeout)
+        self._shared = shared_sum.made(prefix, self.rank, self.size, timeout) if shares else None
         self.packed = False
         self.last_s, self.last_bytes = 0.0, 0  # of the newest gather: its time, and what it received
         self._rates: deque[float] = deque(maxlen=SPAN)
@@ -53,8 +56,8 @@ class Lane:
 
     def beside(self) -> Lane:
         """Another one of the same ranks, for work in an order of its own."""
-        group, store, name, timeout = self._made
-        return Lane(group, store, f"{name}/beside", timeout, self.distant)
+        group, store, name, timeout, shares = self._made
+        return Lane(group, store, f"{name}/beside", timeout, self.distant, shares)
 
     def submit(self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Future[Result]:
         """In the order of the calls, which is to be the same on every rank."""
@@ -77,6 +80,9 @@ class Lane:
 
     def packs_sum(self, own: Tensor) -> bool:
         return self.size == 2 and own.device.type == "cpu" and self.packs(own)
+
+    def shares(self, own: Tensor) -> bool:
+        return self._shared is not None and own.device.type == "cpu" and own.nbytes >= shared_sum.MIN_BYTES
 
     def gathered(self, own: Tensor) -> list[Tensor]:
         """Every rank's, which all have its shape."""
@@ -114,6 +120,8 @@ class Lane:
         """Every rank's sum, in place."""
         if self.packs_sum(own):
             own.add_(self.gathered(own)[1 - self.rank])
+        elif self._shared and self.shares(own):
+            self._shared.add(own)
         else:
             self._gloo.allreduce([own]).wait()
 

@@ -32,7 +32,10 @@ from paceline.report.log import log
 BEAT_S, STORE_S = 1.0, 3.0
 SUSPECT_S = 2.5  # of silence, where a collective has failed already
 LEFT = "left"
-FAILED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection timed out", "/gloo/")
+FAILED = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection timed out", "/gloo/"),
+    " lost local rank ",  # of one machine
+)
 
 
 class LostRanks:

@@ -2,16 +2,18 @@
 
 Everything that torch's class does, it still does: buckets, buffers, unused parameters, `no_sync`, `join`, graphs. What
 is ours is how a bucket's gradients are summed over the ranks (`paceline.ddp.exchange`), and only where a model has
-fully-connected layers that pay; and between machines, whose networks take long, smaller buckets, which begin sooner.
-Any other model has torch's class to the last bit. A communication hook that a script registers takes our place.
+fully-connected layers that pay; on one machine, large sums are made in shared memory; and between machines, where the
+network is slow, buckets are smaller and begin sooner. Any other model has torch's class to the last bit. A hook that a
+script registers takes our place.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import DistributedDataParallel as Base
 
-from paceline.ddp import fused, handshake, import_hook, stopwatch
+from paceline.ddp import fused, handshake, import_hook, shared_sum, stopwatch
 from paceline.ddp.exchange import UNLIKE, BucketSums
 from paceline.ddp.factors import Factors
 from paceline.ddp.lane import Lane
@@ -30,6 +32,7 @@ from paceline.report.log import log
 dist: Any = torch.distributed  # its stubs leave out what we use
 
 BUCKET_BYTES = 2 << 20  # 17 ms at 1 Gbit/s: many round trips of a local network, and little is left after backward
+SLOW_S, PROBES = 6e-3, 3  # of a bucket's sum, as at 3 Gbit/s: of faster ones many cost more than they hide
 
 
 class _InPlace(type(Base)):  # type: ignore[misc]
@@ -49,7 +52,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
     _stopwatch: stopwatch.Stopwatch | None = None
     _fused: fused.Fused | None = None
     _small_buckets = False
-    _distant = False  # ranks are on several machines
+    _slow_network = False  # between ranks on several machines
     _hooked = False  # by the script
 
     def __init__(self, module: nn.Module, *arguments: Any, **options: Any):
@@ -61,7 +64,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         gloo = dist.get_backend(self.process_group) == "gloo"
         if gloo and dist.get_world_size(self.process_group) > 1:
             self._sums = self._made(module)
-        if self._distant and not (self._small_buckets or self.mixed_precision or self._left_to_torch(module)):
+        if self._slow_network and not (self._small_buckets or self.mixed_precision or self._left_to_torch(module)):
             self._remake_reducer()
         if self._sums and not self._left_to_torch(module):
             _install(self, self._sums)
@@ -78,7 +81,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         usual = self.bucket_bytes_cap
         default = getattr(self, "bucket_bytes_cap_default", False) and not getattr(self, "bucket_bytes_cap_list", None)
         self._small_buckets = (
-            default and not self._hooked and _small_buckets_pay(self.module, self.process_group, self._distant)
+            default and not self._hooked and _small_buckets_pay(self.module, self.process_group, self._slow_network)
         )
         self.bucket_bytes_cap = BUCKET_BYTES if self._small_buckets else usual
         try:
@@ -91,15 +94,23 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         group = self.process_group
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         store = dist.distributed_c10d._get_process_group_store(group)
-        factors = Factors(None if self._fused or self._left_to_torch(module) else module, size)
+        left_to_torch = self._left_to_torch(module)
+        factors = Factors(None if self._fused or left_to_torch else module, size)
         weights = list(factors.of.values())
+        large = self.device_type == "cpu" and _num_bytes(self._module_parameters) >= shared_sum.MIN_BYTES
         number = store.add(f"paceline/ddp/made/{rank}", 1)  # of those that all ranks have made
-        messages = handshake.exchange(store, number, rank, size, weights, self._fused.names if self._fused else [])
-        sums, self._distant = None, len({tuple(one["addresses"]) for one in messages}) > 1
-        if self._fused or (weights and handshake.alike(messages)):
-            sums = BucketSums(factors, group, Lane(group, store, str(number), _timeout(group), self._distant))
-        elif weights and rank == 0:
-            log.info(UNLIKE)
+        own = handshake.message(weights, self._fused.names if self._fused else [], large and not left_to_torch)
+        messages = handshake.exchange(store, number, rank, size, own)
+        sums, distant = None, len({tuple(one["addresses"]) for one in messages}) > 1
+        self._slow_network = distant and self.device_type == "cpu" and _slow(group)
+        if weights and not handshake.alike(messages):
+            factors = Factors(None, size)
+            if rank == 0:
+                log.info(UNLIKE)
+        shares = bool(messages) and not distant and all(one["shares"] for one in messages)
+        if self._fused or factors.of or shares:
+            lane = Lane(group, store, str(number), _timeout(group), distant, shares)
+            sums = BucketSums(factors, group, lane)
         watch(group, store, {address for one in messages for address in one["addresses"]})
         return sums
 
@@ -221,14 +232,30 @@ def _compiling() -> bool:
     return bool(eval_frame and eval_frame.get_eval_frame_callback())
 
 
-def _small_buckets_pay(module: nn.Module, group: Any, distant: bool) -> bool:
-    """Whether sums of several small buckets overlap backward: between machines, or beside factors."""
+def _slow(group: Any) -> bool:
+    """Whether a small bucket's sum takes long, by the rank that waits least: the same on all."""
+    probe, took_s = torch.zeros(BUCKET_BYTES // 4), list[float]()
+    for _ in range(PROBES):
+        begin = time.perf_counter()
+        dist.all_reduce(probe, group=group)
+        took_s.append(time.perf_counter() - begin)
+    least = torch.tensor(min(took_s[1:]))  # the first one may connect, or pass a shaped link at once
+    dist.all_reduce(least, dist.ReduceOp.MIN, group)
+    return bool(least > SLOW_S)
+
+
+def _small_buckets_pay(module: nn.Module, group: Any, slow: bool) -> bool:
+    """Whether sums of several small buckets overlap backward: on a slow network, or beside factors."""
     size = dist.get_world_size(group)
     if dist.get_backend(group) != "gloo" or size == 1 or _without_factors(module):
         return False
-    factors = {} if distant else Factors(module, size).of
-    others = sum(each.nbytes for each in module.parameters() if each.requires_grad and id(each) not in factors)
-    return (distant or bool(factors)) and others > BUCKET_BYTES
+    factors = {} if slow else Factors(module, size).of
+    others = _num_bytes(each for each in module.parameters() if id(each) not in factors)
+    return (slow or bool(factors)) and others > BUCKET_BYTES
+
+
+def _num_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(each.nbytes for each in parameters if each.requires_grad)
 
 
 def _sparse(module: nn.Module) -> bool:

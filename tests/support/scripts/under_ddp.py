@@ -23,13 +23,27 @@ from torch.nn import functional as F
 from torch.nn.parallel.distributed import DistributedDataParallel as Theirs
 from torch.utils.checkpoint import checkpoint
 
-from paceline.ddp import exchange, lane
+from paceline.ddp import exchange, lane, shared_sum
 from paceline.ddp import module as ours_module
 from paceline.ddp.module import DistributedDataParallel as Ours
 
 STEPS, IN, OUT = 10, 300, 5
 exchange.Trial.next = lambda self: True  # from the first step on, whatever is faster here
 ours_module.BUCKET_BYTES = 1 << 11
+shared_sum.MIN_BYTES, shared_sum.CHUNK_BYTES = 64, 1 << 16
+
+
+class Counted(shared_sum.SharedSum):
+    """Which counts its sums."""
+
+    count = 0
+
+    def add(self, own):
+        Counted.count += 1
+        super().add(own)
+
+
+shared_sum.SharedSum = Counted
 
 
 class Net(nn.Module):
@@ -183,6 +197,7 @@ def main(folder, network=""):
     said, packed = {}, as_on_a_slow_network() if network else []
     for name, options in ((name, CASES[name]) for name in (PACKED if network else CASES)):
         packed.clear()
+        Counted.count = 0
         theirs = train(Theirs, **options)
         before = torch.get_rng_state()
         ours = train(Ours, **options)
@@ -196,6 +211,7 @@ def main(folder, network=""):
             "bit-equal": bool(alike[1]),
             "buckets": [buckets(ours), buckets(theirs)],
             "packed": packed[:],
+            "shared": Counted.count,
             "keys": list(ours.state_dict()) == list(theirs.state_dict()),
             "copies": 0.0
             if options.keys() & {"compiled", "hook", "traced"} or name == "own group"

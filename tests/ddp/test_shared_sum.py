@@ -1,0 +1,96 @@
+"""Sums in memory that the ranks of a machine share: in closed form, the same bits on all, and no wait for one gone."""
+
+import os
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.ddp import shared_sum
+from paceline.engine.node.local_group import LocalGroupError
+
+CHUNK = 64  # bytes
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(shared_sum, "CHUNK_BYTES", CHUNK)
+
+
+def on_ranks(size, work):
+    """What ``work(rank, sum)`` gives on each; ranks are threads, which the memory does not know."""
+    store = dist.HashStore()
+
+    def run(rank):
+        return work(rank, shared_sum.made(store, rank, size, timedelta(seconds=20)))
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sums_are_those_in_closed_form_whatever_their_length_and_however_late_a_rank_is(size, dtype):
+    most = 5 * CHUNK // dtype.itemsize
+    lengths = [0, 1, 2, size, most // 5 - 1, most // 5, most // 5 + 1, most, most + 1] * 3
+
+    def work(rank, together):
+        dice, sums = random.Random(rank), []
+        for number, length in enumerate(lengths):
+            own = (torch.arange(length) % 7 + rank * (number % 3)).to(dtype)
+            time.sleep(dice.choice([0, 0, 0.001]))
+            together.add(own)
+            sums.append(own)
+        return sums
+
+    everyone = on_ranks(size, work)
+    for number, length in enumerate(lengths):
+        expected = torch.arange(length) % 7 * size + number % 3 * sum(range(size))
+        for sums in everyone:
+            assert torch.equal(sums[number], expected.to(dtype))
+
+
+def test_the_bits_are_the_same_on_all_ranks_and_of_two_those_of_a_plain_sum():
+    given = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    for size in (2, 3):
+        sums = on_ranks(size, lambda rank, together: [own := given[rank].clone(), together.add(own)][0])
+        assert all(torch.equal(sums[0], each) for each in sums)
+        if size == 2:
+            assert torch.equal(sums[0], given[0] + given[1])
+
+
+def test_shapes_stay():
+    sums = on_ranks(2, lambda rank, together: [own := torch.ones(3, 50), together.add(own)][0])
+    assert all(torch.equal(each, torch.full((3, 50), 2.0)) for each in sums)
+
+
+def test_where_one_rank_cannot_share_none_does(monkeypatch):
+    real, first = os.memfd_create, threading.Lock()
+
+    def refused(*given):
+        if first.acquire(blocking=False):
+            raise OSError("no memory files here")
+        return real(*given)
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    monkeypatch.setenv("PACELINE_RENDEZVOUS_TIMEOUT_S", "2")
+    assert on_ranks(2, lambda rank, together: together) == [None, None]
+
+
+def test_a_rank_that_leaves_ends_the_others_wait():
+    def work(rank, together):
+        if rank:
+            together._group.close()
+            return ""
+        begin = time.monotonic()
+        with pytest.raises(LocalGroupError) as raised:
+            together.add(torch.ones(100))
+        assert time.monotonic() - begin < 5
+        return str(raised.value)
+
+    assert "local rank 0 lost local rank 1 of this node while adding up gradients" in on_ranks(2, work)[0]
