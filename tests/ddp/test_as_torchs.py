@@ -7,16 +7,19 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from cluster import Cluster
 from machines import needs_cluster
-from paceline.ddp import exchange, lane
+from paceline.ddp import exchange, handshake, lane
 from paceline.ddp.factors import Factors
 from paceline.launch.local import free_port
 
@@ -114,6 +117,19 @@ def test_buckets_are_small_unless_the_script_or_its_hook_decides(said, case):
     unbuilt = case.startswith("unused")  # torch does not build them again where it looks for unused parameters
     first = case in ("float32", "autocast")  # torch's first one is of 1 MiB, and holds all
     assert ours == theirs if own or unbuilt or first else ours > theirs
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.9])
+def test_where_a_rank_comes_too_late_no_rank_takes_its_message(late_s, monkeypatch):
+    monkeypatch.setattr(handshake, "WAIT", timedelta(seconds=0.5))
+    store = dist.HashStore()
+
+    def told(rank):
+        time.sleep(late_s * rank)
+        return len(handshake.exchange(store, 1, rank, 2, handshake.message([], [], True, True)))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(told, range(2))) == ([0, 0] if late_s else [2, 2])
 
 
 @needs_cluster

@@ -18,20 +18,27 @@ WAIT = timedelta(seconds=60)  # ranks have just verified their parameters togeth
 ROWS = 8, 64  # of the products that are compared
 
 
-def message(weights: Sequence[Weight], fused: Sequence[str], shares: bool) -> dict[str, Any]:
-    """Of one rank. ``fused``: weights that are left to the optimizer; ``shares``: it may sum in shared memory."""
+def message(weights: Sequence[Weight], fused: Sequence[str], cpu: bool, shares: bool) -> dict[str, Any]:
+    """Of one rank. ``fused``: weights that are left to the optimizer; ``cpu``: where its model is; ``shares``: it may
+    sum in shared memory."""
     own = {"addresses": addresses(), "weights": [_fingerprint(weight) for weight in weights], "machine": _machine()}
-    return {**own, "fused": list(fused), "shares": shares}
+    return {**own, "fused": list(fused), "cpu": cpu, "shares": shares}
 
 
 def exchange(store: Any, number: int, rank: int, size: int, own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's message; empty if one sends none within WAIT, as with torch's own class on that rank. Raises
-    ValueError where ranks leave other weights to their optimizer."""
-    store.set(f"paceline/ddp/handshake/{number}/{rank}", json.dumps(own))
-    keys = [f"paceline/ddp/handshake/{number}/{other}" for other in range(size)]
+    """Every rank's message; on all ranks none if one sends none within WAIT, as with torch's own class on that rank.
+    Raises ValueError where ranks leave other weights to their optimizer."""
+    place = f"paceline/ddp/handshake/{number}"
+    store.set(f"{place}/{rank}", json.dumps(own))
+    keys = [f"{place}/{other}" for other in range(size)]
     try:
         store.wait(keys, WAIT)
+        complete = True
     except RuntimeError:
+        complete = False
+    if store.add(f"{place}/deciding", 1) == 1:  # for all: another may have come a moment later, and found every message
+        store.set(f"{place}/complete", str(complete))
+    if store.get(f"{place}/complete") != b"True":
         return []
     messages = [json.loads(store.get(key)) for key in keys]
     if unlike := [i for i, one in enumerate(messages) if one["fused"] != own["fused"]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -94,16 +95,12 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         group = self.process_group
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         store = dist.distributed_c10d._get_process_group_store(group)
-        left_to_torch = self._left_to_torch(module)
-        factors = Factors(None if self._fused or left_to_torch else module, size)
-        weights = list(factors.of.values())
-        large = self.device_type == "cpu" and _num_bytes(self._module_parameters) >= shared_sum.MIN_BYTES
+        factors = Factors(None if self._fused or self._left_to_torch(module) else module, size)
         number = store.add(f"paceline/ddp/made/{rank}", 1)  # of those that all ranks have made
-        own = handshake.message(weights, self._fused.names if self._fused else [], large and not left_to_torch)
-        messages = handshake.exchange(store, number, rank, size, own)
+        messages = handshake.exchange(store, number, rank, size, self._message(module, factors))
         sums, distant = None, len({tuple(one["addresses"]) for one in messages}) > 1
-        self._slow_network = distant and self.device_type == "cpu" and _slow(group)
-        if weights and not handshake.alike(messages):
+        self._slow_network = distant and all(one["cpu"] for one in messages) and _slow(group)
+        if factors.of and not handshake.alike(messages):
             factors = Factors(None, size)
             if rank == 0:
                 log.info(UNLIKE)
@@ -113,6 +110,12 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
             sums = BucketSums(factors, group, lane)
         watch(group, store, {address for one in messages for address in one["addresses"]})
         return sums
+
+    def _message(self, module: nn.Module, factors: Factors) -> dict[str, Any]:
+        cpu, large = self.device_type == "cpu", _num_bytes(self._module_parameters) >= shared_sum.MIN_BYTES
+        on_linux = sys.platform == "linux"  # its memory files, and sockets without a name on disk
+        shares = cpu and large and on_linux and not self._left_to_torch(module)
+        return handshake.message(list(factors.of.values()), self._fused.names if self._fused else [], cpu, shares)
 
     def _left_to_torch(self, module: nn.Module) -> bool:
         otherwise = self._delay_all_reduce_all_params or self._use_python_reducer or self._comm_hooks
