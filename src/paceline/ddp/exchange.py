@@ -151,7 +151,8 @@ class BucketSums:
         if not chosen:
             self.lane.add(buffer.div_(divisor))
         else:
-            trial.estimate_us = round(1e6 * self._multiply(chosen, divisor, buffer.nbytes))
+            estimate_s = self._multiply(chosen, divisor, buffer.nbytes)
+            trial.estimate_us = 0 if self.lane.shares(buffer) else round(1e6 * estimate_s)
             whole = [part.gradient for part, count in zip(parts, rows, strict=True) if count <= 0]
             self._reduce([*whole, *others], divisor)
         if not chosen and trial.next():  # a step that could not be tried says nothing of its time

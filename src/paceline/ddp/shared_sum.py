@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.engine.node.local_group import LocalGroup
 from paceline.engine.node.shared_memory import tensor_at
+from paceline.report.activity import Activity
 
 CHUNK_BYTES, BUFFERS = 4 << 20, 3
 MIN_BYTES = 1 << 20  # fewer take as long by way of the network
@@ -66,7 +67,9 @@ def made(store: Any, rank: int, size: int, timeout: timedelta) -> SharedSum | No
     group, found = None, None
     try:
         group = LocalGroup(rank, size, f"ddp-{store.get('name').decode()}")
+        # as in torch's own sums nobody is missed before, however long one of the ranks validates or is stopped
         group.failure_detector.patience_s = timeout.total_seconds()
+        group.failure_detector.activity = Activity(timeout.total_seconds())
         found = SharedSum(group)
     except (OSError, RuntimeError, AttributeError):  # no memfd, or ranks in containers of their own
         if group:
