@@ -75,7 +75,7 @@ EARLY = {
     **dict.fromkeys(("more rows than pay", "more rows than pay, to zero", "rows that pay on one rank"), BOTH),
     **dict.fromkeys(("two forwards", "cleared in between", "more rows than pay, twice"), ONCE),
     "again": [[2, 1], [1, 1]],
-    "unused everywhere": [[0, 1]],  # it waits for the other layer until the step
+    "unused everywhere": [[0, 1], [1, 1]],  # at first it waits for the other layer
 }
 
 

@@ -1,7 +1,8 @@
 """Sums of layers' gradients that begin during backward, for an optimizer's step that uses them.
 
 rows       of each layer, where they pay, all ranks' are gathered; else the gradients themselves are summed
-order      one for all ranks, the last layer first: a sum begins when those before it in this order have begun
+order      one for all ranks, the last layer first: a sum begins when those before it in this order have begun; a layer
+           that a rank has not used goes to the end
 the step   begins those that are left, of which this rank has no gradient yet
 valid      where every rank's gradient is still what it gave; else the step sums anew, and this layer does not begin
            early again: it is called twice, or goes backward twice, before a step
@@ -100,7 +101,9 @@ class EarlySums:
             everyone = begun.everyone.result() if begun else None
             if everyone is not None and said == {VALID}:
                 found[layer] = everyone
-            if STALE in said:
+            if layer in self._order and said != {VALID}:
                 self._order.remove(layer)
+                if STALE not in said:
+                    self._order.append(layer)
         self._left = [layer for layer in self._order if layer not in self._begun]
         return found
