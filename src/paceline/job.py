@@ -55,8 +55,9 @@ class Job:
             errors.append("SparseAdam accepts only sparse gradients, and here they are added up dense; use Adam")
         errors += self._function_errors()
         errors += self._number_errors()
-        schedules = getattr(self.scheduler, "schedulers", None)  # of `SeveralSchedulers`
-        for each in schedules if isinstance(schedules, list) else [self.scheduler]:
+        schedules = getattr(self.scheduler, "schedulers", None)  # `SeveralSchedulers` has a list
+        given = [] if self.scheduler is None else [self.scheduler]
+        for each in schedules if isinstance(schedules, list) else given:
             errors += _schedule_errors(each, optimizer)
         if is_module:
             errors += _model_errors(model)
@@ -205,8 +206,6 @@ def _loss_errors(loss: Any) -> list[str]:
 
 
 def _schedule_errors(scheduler: Any, optimizer: Any) -> list[str]:
-    if scheduler is None:
-        return []
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         return [
             "ReduceLROnPlateau needs a metric: do not pass it, call scheduler.step(pace.evaluate(...)) after each epoch"

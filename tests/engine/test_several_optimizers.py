@@ -110,6 +110,34 @@ def test_a_checkpoint_has_all_of_their_states_and_each_has_its_own(scheduled, tm
             assert all(torch.equal(value, its["state"][number][key]) for key, value in state.items())
 
 
+def scheduled(folder, numbers):
+    model = build(Plain)
+    optimizers = alike(model.parameters())
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizers[number], 0.5) for number in numbers]
+    how = {"batch_size": 24, "engine": "sequential", "folder": folder}
+    return paceline.join(model, optimizers, F.cross_entropy, scheduler=schedules, **how)
+
+
+@pytest.mark.parametrize(("before", "after"), [((0, 1), (0,)), ((0,), (0, 1)), ((0, 1), (0, 1, 1))])
+def test_a_checkpoint_of_another_number_of_schedulers_is_refused(before, after, tmp_path):
+    with scheduled(tmp_path, before) as pace:
+        pace.step(DATA[0])
+        pace.save()
+    with (
+        scheduled(tmp_path, after) as pace,
+        pytest.raises(ValueError, match=rf"has the state of {len(before)} scheduler.*and join was given {len(after)}"),
+    ):
+        pace.restore()
+
+
+def test_what_is_none_among_several_schedulers_is_told(tmp_path):
+    model = build(Plain)
+    optimizers = alike(model.parameters())
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0])
+    with pytest.raises(ValueError, match=r"needs a metric.*scheduler must be a torch.optim.lr_scheduler, got None"):
+        paceline.join(model, optimizers, F.cross_entropy, batch_size=24, scheduler=[plateau, None])
+
+
 class Plainest(torch.optim.SGD):
     """Whose step takes nothing, as those of some scripts do."""
 

@@ -82,6 +82,12 @@ def restore(run: RunState, checkpoint: Checkpoint) -> None:
     except (ValueError, KeyError) as error:
         raise ValueError(f"the checkpoint {checkpoint.path} is of another optimizer: {error}") from None
     if job.scheduler and saved["schedule"]:
+        was, now = _num_schedulers(saved["schedule"]), _num_schedulers(job.scheduler.state_dict())
+        if was != now:
+            raise ValueError(
+                f"the checkpoint {checkpoint.path} has the state of {was} scheduler(s), and join was given {now}; give it "
+                f"those that the run began with"
+            )
         job.scheduler.load_state_dict(saved["schedule"])
     if run.scaler.moves and saved["scaler"]["moves"]:
         vars(run.scaler).update(saved["scaler"])
@@ -156,3 +162,7 @@ def load(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], source: st
             f"the checkpoint {source} is of another model: {what}; build the model that it was made with, or give "
             f"another folder"
         ) from None
+
+
+def _num_schedulers(state: Any) -> int:
+    return len(state["schedulers"]) if isinstance(state, dict) and "schedulers" in state else 1

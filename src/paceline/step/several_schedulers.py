@@ -15,14 +15,11 @@ class SeveralSchedulers:
             each.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {str(number): each.state_dict() for number, each in enumerate(self.schedulers)}
+        return {"schedulers": [each.state_dict() for each in self.schedulers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError if it is of another number of schedulers."""
-        if len(state) != len(self.schedulers):
-            raise ValueError(f"the saved state is of {len(state)} schedulers, and there are {len(self.schedulers)}")
-        for number, each in enumerate(self.schedulers):
-            each.load_state_dict(state[str(number)])
+        for each, own in zip(self.schedulers, state["schedulers"], strict=True):
+            each.load_state_dict(own)
 
 
 def as_one(given: Any) -> Any:
