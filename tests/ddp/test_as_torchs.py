@@ -305,6 +305,16 @@ def test_all_ranks_decide_by_what_all_have_said(others, trial, rows, dropped, mo
     assert bool(gone) == dropped
 
 
+@pytest.mark.parametrize("shares", [False, True])
+def test_the_time_of_a_sum_in_shared_memory_is_measured_and_not_estimated_by_that_of_a_gather(shares):
+    alone = Alone((0, 0, 0, 0))
+    sums, weight = alone.sums, alone.weight
+    sums.trials, sums._agreed, sums._multiply = {}, lambda parts, trial: [3], lambda chosen, divisor, size: 2.0
+    sums.lane.shares = lambda buffer: shares
+    sums._sum(torch.zeros(4), [exchange.Part(weight, weight.parameter, ROWS)], [], 2, 0.0)
+    assert sums.trials[weight.name].estimate_us == (0 if shares else 2_000_000)
+
+
 def weighed(trial):
     return trial.weigh(trial.times, trial.times)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.ddp import shared_sum
+from paceline.engine.node import local_group
 from paceline.engine.node.local_group import LocalGroupError
 
 CHUNK = 64  # bytes
@@ -22,12 +23,12 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(shared_sum, "CHUNK_BYTES", CHUNK)
 
 
-def on_ranks(size, work):
+def on_ranks(size, work, timeout_s=20):
     """What ``work(rank, sum)`` gives on each; ranks are threads, which the memory does not know."""
     store = dist.HashStore()
 
     def run(rank):
-        return work(rank, shared_sum.made(store, rank, size, timedelta(seconds=20)))
+        return work(rank, shared_sum.made(store, rank, size, timedelta(seconds=timeout_s)))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size)))
@@ -80,6 +81,22 @@ def test_where_one_rank_cannot_share_none_does(monkeypatch):
     monkeypatch.setattr(os, "memfd_create", refused)
     monkeypatch.setenv("PACELINE_RENDEZVOUS_TIMEOUT_S", "2")
     assert on_ranks(2, lambda rank, together: together) == [None, None]
+
+
+def test_a_stopped_rank_is_waited_for_as_long_as_torch_waits(monkeypatch):
+    monkeypatch.setattr(local_group, "state", lambda pid: "T")
+
+    def work(rank, together):
+        detector, found = together._group.failure_detector, []
+        for stopped_s in (0, 600, 1000):
+            detector._stopped[1] = time.monotonic() - stopped_s
+            found.append(detector.failure(1, "adding up", 0.0))
+        return found
+
+    early, later, last = on_ranks(2, work, timeout_s=900)[0]
+    assert not early
+    assert not later
+    assert "has been stopped (state T)" in last
 
 
 def test_a_rank_that_leaves_ends_the_others_wait():

@@ -85,8 +85,8 @@ def restore(run: RunState, checkpoint: Checkpoint) -> None:
         was, now = _num_schedulers(saved["schedule"]), _num_schedulers(job.scheduler.state_dict())
         if was != now:
             raise ValueError(
-                f"the checkpoint {checkpoint.path} has the state of {was} scheduler(s), and join was given {now}; give it "
-                f"those that the run began with"
+                f"the checkpoint {checkpoint.path} has the state of {was} scheduler(s), and join was given {now}; give "
+                f"it those that the run began with"
             )
         job.scheduler.load_state_dict(saved["schedule"])
     if run.scaler.moves and saved["scaler"]["moves"]:

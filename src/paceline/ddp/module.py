@@ -33,7 +33,7 @@ from paceline.report.log import log
 dist: Any = torch.distributed  # its stubs leave out what we use
 
 BUCKET_BYTES = 2 << 20  # 17 ms at 1 Gbit/s: many round trips of a local network, and little is left after backward
-SLOW_S, PROBES = 6e-3, 3  # of a bucket's sum, as at 3 Gbit/s: of faster ones many cost more than they hide
+SLOW_SUM_S, PROBES = 6e-3, 3  # of a bucket's sum, as at 3 Gbit/s: of faster ones many cost more than they hide
 
 
 class _InPlace(type(Base)):  # type: ignore[misc]
@@ -244,7 +244,7 @@ def _slow(group: Any) -> bool:
         took_s.append(time.perf_counter() - begin)
     least = torch.tensor(min(took_s[1:]))  # the first one may connect, or pass a shaped link at once
     dist.all_reduce(least, dist.ReduceOp.MIN, group)
-    return bool(least > SLOW_S)
+    return bool(least > SLOW_SUM_S)
 
 
 def _small_buckets_pay(module: nn.Module, group: Any, slow: bool) -> bool:

@@ -1,6 +1,6 @@
 """Two machines train layers that have no factors under torch's DistributedDataParallel and under ours.
 
-    distant_ddp.py FOLDER SLOW_S
+    distant_ddp.py FOLDER SLOW_SUM_S
 
 Rank 0 writes FOLDER/said.json: for each case whether all bits are the same, and the numbers of buckets, ours first.
 """
@@ -24,7 +24,7 @@ from paceline.ddp.module import DistributedDataParallel as Ours
 STEPS = 6
 CASES = {"plain": {}, "static graph": {"static_graph": True}, "own size": {"bucket_cap_mb": 1}, "hook": {}}
 ours_module.BUCKET_BYTES = 1 << 20  # torch's first bucket
-ours_module.SLOW_S = float(sys.argv[2])
+ours_module.SLOW_SUM_S = float(sys.argv[2])
 
 
 def train(kind, case):
