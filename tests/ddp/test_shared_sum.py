@@ -89,8 +89,8 @@ def test_a_stopped_rank_is_waited_for_as_long_as_torch_waits(monkeypatch):
     def work(rank, together):
         detector, found = together._group.failure_detector, []
         for stopped_s in (0, 600, 1000):
-            detector._stopped[1] = time.monotonic() - stopped_s
-            found.append(detector.failure(1, "adding up", 0.0))
+            detector._stopped[1 - rank] = time.monotonic() - stopped_s
+            found.append(detector.failure(1 - rank, "adding up", 0.0))
         return found
 
     early, later, last = on_ranks(2, work, timeout_s=900)[0]
