@@ -9,6 +9,9 @@ checkpointing draws the masks of forward again by them.
 Not supported: dropout masks equal to those of one process (they never are when a batch is computed in parts),
 Python's and NumPy's generators inside forward, and draws of a script's own threads meanwhile. Refused: checkpointing
 of random state in replicas on GPUs.
+
+A generator's state is read without garbage collection: torch holds the generator's lock meanwhile, and a destructor lets
+another thread run, which waits for that lock and keeps the interpreter's own.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from paceline.data.collection import collection_off
+
 NUMPY_BYTES = 4 * 624 + 4  # of the generator behind numpy.random: its state words, and the position in them
 
 _seen: dict[bytes, Any] = {}
@@ -34,7 +39,9 @@ _seen: dict[bytes, Any] = {}
 def state() -> Any:
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # any other query would initialise CUDA
     cuda = torch.cuda.get_rng_state_all() if on_gpu else None
-    return random.getstate(), torch.get_rng_state(), cuda, _numpy_state(sys.modules.get("numpy"))
+    with collection_off():
+        cpu = torch.get_rng_state()
+    return random.getstate(), cpu, cuda, _numpy_state(sys.modules.get("numpy"))
 
 
 def _numpy_state(numpy: Any) -> Any:
@@ -146,13 +153,17 @@ class ThreadRng(TorchFunctionMode):
         if getattr(func, "__name__", "").partition(".")[0] not in DRAWS:
             return func(*args, **(kwargs or {}))
         with _drawing:
-            before = [generator.get_state() for generator in self._shared]
+            before = self._read()
             self._set(self._states)
             try:
                 return func(*args, **(kwargs or {}))
             finally:
-                self._states = [generator.get_state() for generator in self._shared]
+                self._states = self._read()
                 self._set(before)
+
+    def _read(self) -> list[Tensor]:
+        with collection_off():
+            return [generator.get_state() for generator in self._shared]
 
     def _set(self, states: Iterable[Tensor]) -> None:
         for generator, state in zip(self._shared, states, strict=True):
