@@ -10,8 +10,8 @@ Not supported: dropout masks equal to those of one process (they never are when 
 Python's and NumPy's generators inside forward, and draws of a script's own threads meanwhile. Refused: checkpointing
 of random state in replicas on GPUs.
 
-A generator's state is read without garbage collection: torch holds the generator's lock meanwhile, and a destructor lets
-another thread run, which waits for that lock and keeps the interpreter's own.
+A generator's state is read without garbage collection: torch holds the generator's lock meanwhile, and a destructor
+lets another thread run, which waits for that lock and keeps the interpreter's own.
 """
 
 from __future__ import annotations
