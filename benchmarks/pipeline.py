@@ -44,7 +44,7 @@ def work(engine: str, name: str) -> None:
     from torch.nn import functional as F
 
     import paceline
-    from paceline.engine.compute.pipeline_schedule import SCHEDULES, step_s
+    from paceline.engine.stages.schedule import SCHEDULES, step_s
     from paceline.engine.pipeline import Pipelined
 
     model, batch = job(name)

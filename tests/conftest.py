@@ -74,9 +74,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def factors_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU as on a CPU: one alone would take dense gradients."""
     if os.environ.get("PACELINE_TEST_DEVICE", "cpu") != "cpu":
-        from paceline.engine import sequential
+        from paceline.engine.compute import optimizer_step
 
-        monkeypatch.setattr(sequential, "takes_gradients", lambda model: False)
+        monkeypatch.setattr(optimizer_step, "takes_gradients", lambda model: False)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -172,9 +172,6 @@ def _model_errors(model: torch.nn.Module) -> list[str]:
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not any(torch.nn.parameter.is_lazy(p) or p.numel() for p in trainable):
         errors.append("the model has no trainable parameter")
-    devices = sorted({str(p.device) for p in model.parameters() if not p.is_meta})
-    if len(devices) > 1:
-        errors.append(f"the model is on several devices ({', '.join(devices)}); move it to one")
     return errors
 
 

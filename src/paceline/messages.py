@@ -124,7 +124,7 @@ class Gradient:
         if self.grads is not None:
             import torch
 
-            parts = [grad.reshape(-1) for grad in self.grads]
+            parts = [grad.reshape(-1).to(self.grads[0].device) for grad in self.grads]
             self._flat, self.grads = parts[0] if len(parts) == 1 else torch.cat(parts), None
         return self._flat
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import ranks
 from device import of_cpus
 from nodes import HIDDEN, IN, MODELS, OUT, Plain, Rank, build, engine_of, gap, reference, rows
-from paceline.engine import sequential
+from paceline.engine.compute import optimizer_step
 from paceline.engine.compute.optimizer_step import optimizer_takes_factors
 from paceline.engine.sequential import Engine
 from paceline.link.memory import world
@@ -55,7 +55,7 @@ def test_one_process_equals_torch(options, clip, kind):
 
 def test_a_gpu_alone_takes_gradients(monkeypatch):
     """It multiplies in 16 bits under autocast, and factors of one node are sent to nobody."""
-    monkeypatch.setattr(sequential, "takes_gradients", lambda model: True)
+    monkeypatch.setattr(optimizer_step, "takes_gradients", lambda model: True)
     model = build()
     rank, losses = alone(model, sgd(**SGD["nesterov"]))
     want, want_losses = reference(model, BATCHES, sgd(**SGD["nesterov"]))

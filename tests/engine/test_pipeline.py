@@ -17,7 +17,8 @@ import ranks
 from device import of_cpus
 from nodes import HIDDEN, IN, MODELS, OPTIMIZERS, OUT, Normed, Plain, Rank, Wide, build, gap, reference, rows
 from paceline.engine import pipeline, sequential
-from paceline.engine.compute.pipeline_schedule import (
+from paceline.engine.compute.precision import Numerics
+from paceline.engine.stages.schedule import (
     BACKWARD,
     FORWARD,
     SCHEDULES,
@@ -27,7 +28,6 @@ from paceline.engine.compute.pipeline_schedule import (
     step_s,
     table,
 )
-from paceline.engine.compute.precision import Numerics
 from paceline.link.memory import world
 from paceline.registry import find, parse
 from paceline_bench.cluster.work import Transformer

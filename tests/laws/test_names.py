@@ -245,7 +245,7 @@ def test_a_package_whose_methods_have_other_names_trains_and_plans(tmp_path, wor
 ALONE = {
     "codec": {"lowrank": (), "qsgd": ()},
     "exchange": {"diloco": (), "server": ()},
-    "engine": {"pipeline": ("compute/pipeline_schedule",)},
+    "engine": {"pipeline": ("stages/__init__", "stages/devices", "stages/micro_batches", "stages/schedule")},
 }
 IMPORT_ALL = """
 import importlib, pkgutil, paceline

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -77,12 +78,14 @@ def has_residual(memories: Sequence[Any]) -> bool:
     return any(bool(tensor.any()) for tensor in tensors.values())
 
 
-def redistribute(codec: Codec, memories: Sequence[dict[int, Any]], node: int, count: int, device: torch.device) -> Any:
+def redistribute(
+    codec: Codec, memories: Sequence[dict[int, Any]], node: int, count: int, devices: Mapping[int, torch.device]
+) -> Any:
     """This node's part of the gathered state, by bucket index; ``count``: how many nodes there are."""
     return {
         index: mapped(
             codec.redistribute([memory[index] for memory in memories], node, count),
-            lambda tensor: tensor.to(device),
+            methodcaller("to", devices[index]),
         )
         for index in memories[0]
     }

@@ -12,7 +12,7 @@ import torch
 from paceline.checkpoint import codec_state
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.state_tree import pack
-from paceline.engine.compute import rng
+from paceline.engine.compute import rng, state_store
 from paceline.engine.node.several_optimizers import kind_of
 from paceline.registry import current
 from paceline.report.log import log
@@ -133,8 +133,8 @@ def _exchange(run: RunState, saved: dict[str, Any]) -> dict[str, Any]:
     if not same_codec:
         exchange.pop("owing", None)
     if same_codec and memories[0] and exchange:
-        device = run.engine.weights[0].device
-        exchange["memory"] = codec_state.redistribute(run.codec, memories, world.node, world.num_nodes, device)
+        devices = state_store.bucket_devices(run.engine)
+        exchange["memory"] = codec_state.redistribute(run.codec, memories, world.node, world.num_nodes, devices)
     return exchange
 
 

@@ -17,12 +17,14 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.elastic import state_transfer
+from paceline.engine.compute import state_store
 from paceline.engine.compute.batch import mapped
 from paceline.errors import LinkError
 from paceline.messages import Gradient, StepOutcome, Update, UpdateRule
@@ -184,9 +186,10 @@ def _copied(gradient: Gradient) -> dict[str, Any]:
 def apply_update(run: RunState, message: dict[str, Any]) -> None:
     """Applies an update that the members have made."""
     engine, gradients = run.engine, []
+    devices = state_store.bucket_devices(engine)
     for bucket, parts in zip(engine.buckets, message["pieces"], strict=True):
         # in separate memory, on the device of the weights
-        each = mapped(parts, lambda tensor: tensor.to(engine.weights[0].device, copy=True))
+        each = mapped(parts, methodcaller("to", devices[bucket.index], copy=True))
         if "flat" in each:
             gradients.append(Gradient(bucket, flat=each["flat"]))
         elif each["joined"]:

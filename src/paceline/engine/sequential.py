@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -73,10 +72,10 @@ class Engine(contract.Engine):
 
     def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
         optimizer_step.refuse_closures(optimizer)
-        self.local_step.check(model, self.numerics)
+        self.local_step.prepare(model, optimizer, self.numerics)
         self.divided = self.divided or self.local_step.num_micros > 1
         solidify(model)
-        self.optimizer_takes_factors = optimizer_takes_factors(optimizer) and not takes_gradients(model)
+        self.optimizer_takes_factors = optimizer_takes_factors(optimizer) and not optimizer_step.takes_gradients(model)
         if self.optimizer_takes_factors:
             self.multiply = optimizer_step.multiply
         torch.set_num_threads(self.num_threads)
@@ -88,7 +87,8 @@ class Engine(contract.Engine):
         self.backward = self.local_step.hooked(model, self.numerics, self.bucket_bytes)
         self.backward.rounded = self.numerics.precision != "fp32"
         self.buckets, self.names = self.backward.buckets, self.backward.names
-        self.device = self.weights[0].device
+        places = self.local_step.devices or [self.weights[0].device]
+        self.device, self._output_device = places[0], places[-1]
         numels = [weight.numel() for weight in self.weights]
         self._hash_parts = state_store.in_parts(numels, max(HASH_VALUES, -(-sum(numels) // HASH_STEPS))) or [[]]
         # kept, since iterating over a model costs more than a small step
@@ -130,7 +130,12 @@ class Engine(contract.Engine):
         """(the batch on the model's device, the model's output), in the requested numerics."""
         batch = mapped(batch, lambda tensor: self.numerics.moved(tensor, self.device))
         with self.numerics.forward(self.device):
-            return batch, self.call_model(self.model, batch)
+            output = self.call_model(self.model, batch)
+        return self._beside(batch), output
+
+    def _beside(self, batch: Any) -> Any:
+        """The batch on the device of the model's output."""
+        return batch if self._output_device == self.device else mapped(batch, lambda t: t.to(self._output_device))
 
     def _judged(self, batch: Any, num_rows: int | None = None) -> tuple[Any, Any, batches.Judged]:
         """(the batch on the model's device, the model's output, the result of `judged`)."""
@@ -144,6 +149,7 @@ class Engine(contract.Engine):
                     output = self.call_model(self.model, given)
                 if getattr(output, "aux_loss", None) is not None:
                     self.hint = AUXILIARY
+            batch = self._beside(batch)
             result = batches.judged_later(self.loss, output, batch, num_rows, means, self.divided)
             if self.divided and not self._parts_checked:
                 self._parts_checked = True
@@ -266,12 +272,7 @@ class Engine(contract.Engine):
 
     def _hash(self) -> int:
         """A checksum of a part of the weights, a different part each step: all of them within HASH_STEPS steps."""
-        check = 0
-        weights = self.weights
-        for index, start, stop in self._hash_parts[self._step_number % len(self._hash_parts)]:
-            values = weights[index].reshape(-1)[start:stop]
-            check = zlib.crc32(values.view(torch.uint8).cpu().numpy().data, check)
-        return check
+        return state_store.crc(self.weights, self._hash_parts[self._step_number % len(self._hash_parts)])
 
     def apply(self, update: Update) -> bool:
         applied = True
@@ -388,11 +389,6 @@ class Engine(contract.Engine):
         for layers, reducer in self._norms:
             layers.restore()
             reducer.close()
-
-
-def takes_gradients(model: nn.Module) -> bool:
-    """Whether dense gradients that are sent to nobody cost less than factors: on a GPU, with its 16-bit products."""
-    return any(each.is_cuda for each in model.parameters())
 
 
 def num_held(optimizer: Optimizer) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline import contract, transport
 from paceline.exchange import local_sgd
 from paceline.exchange.flow.cost_model import coded_traffic
-from paceline.exchange.flow.together import over_link
+from paceline.exchange.flow.together import joined, over_link
 from paceline.messages import ExchangeTraffic, StepContext, Target
 
 
@@ -59,8 +59,8 @@ class Exchange(local_sgd.Exchange):
         anchor, momentum, memory = dict[str, Tensor](), dict[int, Tensor](), dict[int, Any]()
         context = StepContext(self.num_outer_steps, self.link.rank, self.link.size)
         for bucket in self.buckets:
-            before = torch.cat([self.anchor[name].reshape(-1) for name in bucket.names])
-            now = torch.cat([present[name].detach().reshape(-1) for name in bucket.names])
+            before = joined([self.anchor[name] for name in bucket.names])
+            now = joined([present[name].detach() for name in bucket.names])
             run = self.codec.run(bucket, (before - now) * share, self.memory[bucket.index], context)
             coded = over_link(run, self.link, f"outer gradient of {', '.join(bucket.names[:2])}")
             old = self.momentum.get(bucket.index)
@@ -87,10 +87,10 @@ class Exchange(local_sgd.Exchange):
 
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)
-        device = next(iter(self.weights.values())).device
-        saved = {tuple(names): momentum.to(device) for names, momentum in state["outer"]["momentum"]}
+        saved = {tuple(names): momentum for names, momentum in state["outer"]["momentum"]}
         # of a checkpoint whose buckets have other parameters, theirs begins anew
-        self.momentum = {each.index: saved[each.names] for each in self.buckets if each.names in saved}
+        kept = [each for each in self.buckets if each.names in saved]
+        self.momentum = {each.index: saved[each.names].to(self.weights[each.names[0]].device) for each in kept}
         self.num_outer_steps, self.memory = state["outer"]["num_outer_steps"], state.get("memory", self.memory)
         self.anchor = {}  # the restored weights, at the next `begin`
 

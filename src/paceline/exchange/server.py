@@ -29,6 +29,7 @@ from torch import Tensor
 from paceline import contract, transport
 from paceline.errors import ShardsLost
 from paceline.exchange import allreduce
+from paceline.exchange.flow.together import joined
 from paceline.messages import (
     DENSE,
     REDUCE_SCATTER,
@@ -152,7 +153,7 @@ class Exchange(allreduce.Exchange):
 
     def _pull(self, bucket: Bucket) -> Any:
         nothing = self.optimizer.values((bucket.names[0], 0, 0))
-        values = torch.cat([nothing, *map(self.optimizer.values, _shards(bucket, *self._position))])
+        values = joined([nothing, *map(self.optimizer.values, _shards(bucket, *self._position))])
         padding = nothing.new_zeros(-(-bucket.numel // self.link.size) - len(values))
         what = f"weights of bucket {bucket.index}: {bucket.names[0]}"
         return self._lane.all_gather(torch.cat([values, padding]), what, even=True)

@@ -177,7 +177,7 @@ class ForwardStateSync(StepObserver):
             old.copy_(new)
             return
         prefix, _, last = name.rpartition(".")
-        device = next(self.moving.model.parameters()).device
+        device = next(self.moving.model.parameters()).device if old is None else old.device
         self.moving.model.get_submodule(prefix)._buffers[last] = new.to(device)
 
 

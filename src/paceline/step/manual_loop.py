@@ -93,7 +93,7 @@ class ManualLoop:
             seen = each.reads(seen, own=True)
         share = seen.share(run.assignment)
         self._step = ManualStep(batch, 0 if share is None else samples(share, seen.num_local_samples))
-        device = run.engine.weights[0].device
+        device = next(run.job.model.parameters()).device  # of several, that of the first layer
         return None if share is None else mapped(share, lambda tensor: tensor.to(device))
 
     def backward(self, loss: Any, rows: int | None) -> None:

@@ -57,7 +57,7 @@ def cut(
         if _is_linear(module) and "weight" in module._parameters:
             linears.setdefault(id(module.weight), []).append(module)  # type: ignore[arg-type]
     buckets: list[tuple[list[tuple[str, Tensor]], bool]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+    open_buckets: dict[torch.dtype, list[tuple[str, Tensor]]] = {}  # the same on nodes with a device or with several
     factored: dict[str, list[nn.Linear]] = {}
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for name, parameter in reversed(trainable):
@@ -68,11 +68,10 @@ def cut(
         elif parameter.nbytes >= max(ALONE_BYTES, least):
             buckets.append(([(name, parameter)], False))
         else:
-            key = (parameter.dtype, parameter.device)
-            bucket = open_buckets.setdefault(key, [])
+            bucket = open_buckets.setdefault(parameter.dtype, [])
             bucket.append((name, parameter))
             if sum(p.nbytes for _, p in bucket) >= max(BUCKET_BYTES, least):
-                buckets.append((open_buckets.pop(key), False))
+                buckets.append((open_buckets.pop(parameter.dtype), False))
     buckets += [(bucket, False) for bucket in open_buckets.values()]
     return tuple(
         Bucket(index, tuple(n for n, _ in group), tuple(tuple(p.shape) for _, p in group), linear)
@@ -305,7 +304,7 @@ class Backward:
         call = Call(bucket.index, right.detach(), right._version)
         kind = output.dtype, output.device
         if (nothing := self._nothing.get(kind)) is None:  # adding it changes no value, not even -0.0
-            nothing = self._nothing[kind] = torch.tensor(-0.0, dtype=output.dtype, device=output.device)
+            nothing = self._nothing[kind] = output.detach().new_full((), -0.0)
         output = output + _Nothing.apply(weight, nothing, output.shape, call, state)  # type: ignore[no-untyped-call]
         state.calls.setdefault(bucket.index, []).append(call)
         output.register_hook(lambda left: self._record(state, bucket, call, left))

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from paceline.engine.compute.gradient_hooks import Backward
 
@@ -18,12 +21,20 @@ if TYPE_CHECKING:
 
 class LocalStep:
     """All rows at once, or one micro-batch after another. ``num_micros``: into which it divides each micro-batch.
-    ``num_processes``: of this node, each with a local step of its own."""
+    ``num_processes``: of this node, each with a local step of its own. ``devices``: those of the model's parts, in the
+    order of its forward; empty where it lies on one."""
 
     num_micros = num_processes = 1
+    devices: Sequence[torch.device] = ()
 
-    def check(self, model: nn.Module, numerics: Numerics) -> None:
-        """Raises ValueError for a model that it cannot compute."""
+    def prepare(self, model: nn.Module, optimizer: Optimizer, numerics: Numerics) -> None:
+        """Puts the model where it is computed. Raises ValueError for one that it cannot compute."""
+        found = sorted({str(each.device) for each in model.parameters()})
+        if len(found) > 1:
+            raise ValueError(
+                f"the model is on several devices ({', '.join(found)}); move it to one, or let a pipeline cut it "
+                f"into stages with a device each"
+            )
 
     def check_step(self, moving: Moving) -> None:
         """Called after each gradient, with what its forward passes changed. Raises ValueError."""

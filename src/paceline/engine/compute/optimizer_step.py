@@ -50,6 +50,11 @@ def optimizer_takes_factors(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def takes_gradients(model: torch.nn.Module) -> bool:
+    """Whether dense gradients that are sent to nobody cost less than factors: on a GPU, with its 16-bit products."""
+    return any(each.is_cuda for each in model.parameters())
+
+
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     """Raises ValueError for an optimizer whose step evaluates the loss several times."""
     for each in members(optimizer):
@@ -92,8 +97,8 @@ def step_if_finite(
     if rule.check and norm is not None and not math.isfinite(norm):
         return False, norm
     grads, factor = [p.grad for p in dense if p.grad is not None], _factor(rule, norm)
-    if factor != 1.0 and grads:
-        torch._foreach_mul_(grads, factor)
+    for alike in _alike(grads) if factor != 1.0 else ():
+        torch._foreach_mul_(alike, factor)
     own_steps.step(optimizer)
     return True, norm
 
@@ -134,13 +139,25 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def square_norm(grads: Sequence[Tensor], factored: Sequence[Factored] = ()) -> float:
-    """Of all of these, added up in the same order in every process. A GPU is waited for once per type."""
+    """Of all of these, added up in the same order in every process, on whatever devices each has them. A GPU is waited
+    for once per type."""
+    norms: dict[int, float] = {}
+    for alike in _alike(grads):
+        wide = torch.float32 if alike[0].itemsize < 4 else None
+        norms |= zip(map(id, alike), _read(torch._foreach_norm(alike, 2, wide)), strict=True)
     total = 0.0
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
-        alike = [grad for grad in grads if grad.dtype == dtype]
-        for norm in _read(torch._foreach_norm(alike, 2, torch.float32 if dtype.itemsize < 4 else None)):
-            total += norm**2
+        for grad in grads:
+            total += norms[id(grad)] ** 2 if grad.dtype == dtype else 0.0
     return total + sum(_read([one.square_norm() for one in factored]))
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Those of one type and device together."""
+    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for each in tensors:
+        found.setdefault((each.dtype, each.device), []).append(each)
+    return list(found.values())
 
 
 def _read(numbers: Sequence[Tensor]) -> list[float]:
@@ -217,5 +234,6 @@ def parameter_grads(gradient: Gradient) -> Sequence[Tensor]:
 
 
 def laid_out_as(parameter: Tensor, grad: Tensor) -> Tensor:
-    """The gradient in the parameter's memory layout: fused optimizers ignore strides."""
+    """The gradient in the parameter's memory layout, since fused optimizers ignore strides, and on its device."""
+    grad = grad.to(parameter.device)
     return grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)

@@ -214,8 +214,8 @@ def _replace(homes: Sequence[Any], name: str, own: Callable[..., Any]) -> None:
 
 def _refuse(*_: Any, **__: Any) -> None:
     raise ValueError(
-        "activation checkpointing in replicas on GPUs would draw other masks in backward than in forward, since "
-        "autograd computes there in threads of its own; pass preserve_rng_state=False where the segment draws "
+        "activation checkpointing in replicas or stages on GPUs would draw other masks in backward than in forward, "
+        "since a thread's random state there is not the GPU's; pass preserve_rng_state=False where the segment draws "
         "nothing, or use another engine"
     )
 

@@ -6,6 +6,7 @@ of a contiguous tensor, whatever the memory layout; `write` is the inverse of `r
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline import contract
 from paceline.messages import RowRange, Target
 
 Part = list[tuple[int, int, int]]  # index of the tensor, its first value, its last value + 1
@@ -81,9 +83,23 @@ def take_rows(
     optimizer.load_state_dict(whole)
 
 
+def bucket_devices(engine: contract.Engine) -> dict[int, torch.device]:
+    """That of each bucket, by its index: where its gradients are added up."""
+    weights = dict(zip(engine.names, engine.weights, strict=True))
+    return {bucket.index: weights[bucket.names[0]].device for bucket in engine.buckets}
+
+
 def read(tensor: Tensor, first: int, last: int) -> Tensor:
     """Values ``first`` to ``last`` in the order of a contiguous tensor; a view where the tensor is contiguous."""
     return tensor.detach().reshape(-1)[first:last]
+
+
+def crc(tensors: Sequence[Tensor], part: Part) -> int:
+    check = 0
+    for index, start, stop in part:
+        values = tensors[index].reshape(-1)[start:stop]
+        check = zlib.crc32(values.view(torch.uint8).cpu().numpy().data, check)
+    return check
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ class DividedOptimizer(contract.DividedOptimizer):
         for shard, part in self._parts.items():
             name, first, end = shard
             part.data = self._view(shard)  # whatever has changed the weight since
-            part.grad = gradients[name][first:end].view(part.shape) if used[name] else None
+            part.grad = gradients[name][first:end].view(part.shape).to(part.device) if used[name] else None
         result = step_if_finite(list(self._parts.values()), self._optimizer, update.rule, update.rule.squares)
         for shard, part in self._parts.items():
             part.grad = None  # a view of the whole bucket's sum
@@ -110,14 +110,16 @@ class DividedOptimizer(contract.DividedOptimizer):
         found: dict[str, dict[Shard, Mapping[str, Any]]] = {}
         for shard, state in states.items():
             found.setdefault(shard[0], {})[shard] = state
-        own = [value for part in self._parts.values() for value in self._optimizer.state.get(part, {}).items()]
-        devices = {key: value.device for key, value in own if isinstance(value, Tensor)}
+        own = [(part, *each) for part in self._parts.values() for each in self._optimizer.state.get(part, {}).items()]
+        devices = {(part.device, key): value.device for part, key, value in own if isinstance(value, Tensor)}
         self._hold_whole()
         for name, its in found.items():
             if any(its.values()):
-                joined = _joined(self._parameters[name], its)
-                moved = {k: v.to(devices.get(k, v.device)) if isinstance(v, Tensor) else v for k, v in joined.items()}
-                self._optimizer.state[self._parameters[name]] = moved
+                whole = self._parameters[name]
+                joined = _joined(whole, its)
+                places = {key: devices.get((whole.device, key)) for key in joined}
+                moved = {k: v.to(places[k] or v.device) if isinstance(v, Tensor) else v for k, v in joined.items()}
+                self._optimizer.state[whole] = moved
 
     def _hold_whole(self) -> None:
         """The parameters themselves again, without any state of theirs."""

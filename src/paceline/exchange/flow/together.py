@@ -6,9 +6,15 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.messages import ALL_GATHER, MAX, REDUCE_SCATTER, SHIFT, CodecRun, Coded, Collective
 from paceline.transport import Handle, Link
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """All values of a bucket, on the device of the first: its parameters may lie on several."""
+    return torch.cat([part.reshape(-1).to(parts[0].device) for part in parts])
 
 
 def together(runs: Sequence[CodecRun]) -> Generator[Collective, Any, list[Coded]]:

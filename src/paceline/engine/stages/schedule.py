@@ -3,7 +3,7 @@
     gpipe   all forward passes, then all backward passes
     1f1b    stage s of k has at most k - s micro-batches in flight: then a backward and a forward pass in turn
 
-*Use*: ``python -m paceline.engine.compute.pipeline_schedule 2 8 1f1b`` prints 2 stages and 8 micro-batches.
+*Use*: ``python -m paceline.engine.stages.schedule 2 8 1f1b`` prints 2 stages and 8 micro-batches.
 *Invariants*: each stage computes every micro-batch forward and backward once, in the order of their numbers; a forward
 pass follows that of the stage before, a backward pass that of the stage after.
 *Source*: Huang et al. 2019 (arXiv 1811.06965); Narayanan et al. 2019 (doi 10.1145/3341301.3359646), section 3.2, with
