@@ -44,8 +44,8 @@ def work(engine: str, name: str) -> None:
     from torch.nn import functional as F
 
     import paceline
-    from paceline.engine.stages.schedule import SCHEDULES, step_s
     from paceline.engine.pipeline import Pipelined
+    from paceline.engine.stages.schedule import SCHEDULES, step_s
 
     model, batch = job(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
