@@ -9,11 +9,13 @@ from paceline.elastic import assignment
 from paceline.elastic.fault_tolerant import FaultTolerantControl
 from paceline.elastic.quorum import MemberHistory, MemberStatus, QuorumDecision, QuorumVerdict
 from paceline.engine.node.divided_optimizer import DividedOptimizer
+from paceline.engine.node.local_control import LeaderControl
+from paceline.engine.node.local_exchange import LocalLeader
 from paceline.errors import LinkError
 from paceline.exchange import allreduce, diloco, server
 from paceline.exchange.flow.control import Control, counted
 from paceline.messages import Decision as Outcome
-from paceline.messages import StepOutcome, Vote
+from paceline.messages import Gradient, StepOutcome, Vote
 from paceline.step.rebalance import Rebalance
 from paceline_bench.simulated import assembly
 from paceline_bench.simulated.fault_link import DEATH, DELAY, PARTITION, STALL
@@ -48,6 +50,7 @@ def found(schedules):
         (DEATH, "server"),
         (PARTITION, "server"),
         (PARTITION, "factors"),
+        (DEATH, "hybrid"),
     ],
 )
 def test_without_a_mistake_nothing_is_found(kind, way):
@@ -305,3 +308,21 @@ def test_shares_that_move_after_a_meeting_of_all(monkeypatch):
     always = property(lambda self: self.run.balance, lambda self, balance: None)
     monkeypatch.setattr(Rebalance, "_measured_for", always, raising=False)
     assert found(struck(DELAY, "uneven"))
+
+
+def test_processes_of_a_node_that_are_not_told_of_a_lost_node(monkeypatch):
+    """Planted: its first process keeps the news to itself, so the others go on with the rows of before."""
+    monkeypatch.setattr(LeaderControl, "_note", lambda self, change: self.on_view_change(change))
+    assert found(struck(DEATH, "hybrid"))
+
+
+def test_a_process_of_a_node_whose_part_is_not_added(monkeypatch):
+    """Planted: a dense gradient of a node is that of its first process."""
+    whole = LocalLeader.node_gradient
+
+    def first(self, bucket, rows):
+        gradient = whole(self, bucket, rows)
+        return gradient if gradient.flat is None else Gradient(bucket, flat=self.places.flat(bucket).clone())
+
+    monkeypatch.setattr(LocalLeader, "node_gradient", first)
+    assert found([Schedule(0, 2, {}, "hybrid")])

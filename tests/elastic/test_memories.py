@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,7 @@ from scripts import owed
 COUNT = 17
 SPELLINGS = {"topk": "topk:keep=0.1", "lossless": "lossless/topk:keep=0.1"}
 CODECS = [SPELLINGS.get(name, name) for name in names("codec") if name != "feedback"]
-CPU = torch.device("cpu")
+CPU = defaultdict(lambda: torch.device("cpu"))  # of each bucket
 
 
 def remembered(num_nodes, seed=0):

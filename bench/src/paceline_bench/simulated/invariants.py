@@ -2,7 +2,8 @@
 
     no torn step       every weight is that of a whole number of applied steps, bit for bit, also where training ended
     every sample once  the rows behind each applied step are those of its global batch
-    no deadlock        whoever is alive at the end has trained to the end, or was told why it may not go on
+    no deadlock        whoever is alive at the end has trained to the end, or was told why it may not go on; so have all
+                       processes of a node
     nobody left out    that is told only where a rank stood still, was silent or cut off; or where two neighbours were
                        lost, of those that each update a part of the weights
     one run            of parts that do not hear each other one goes on: a step is applied from one attempt alone, also
@@ -116,6 +117,9 @@ def _ends(schedule: Schedule, net: Net, ranks: Sequence[Rank]) -> Iterator[str]:
             last = crc(rank.entered[newest].weights)
         if rank.checksum() != last and (rank.finished or not (schedule.how.drifts or rank.collects)):
             yield f"rank {rank.id} has weights of no whole number of steps: a torn step"
+        for process in range(1, rank.mesh.size) if rank.mesh else ():
+            if rank.mesh and ((end := rank.mesh.ends.get(process, "waits")) == "finished") != rank.finished:
+                yield f"process {process} of rank {rank.id} {end}, and the rank {rank.end}"
         how = f"rank {rank.id} is alive and {rank.end or 'silent'} after {len(steps)} of {schedule.steps} steps"
         told = any(words in rank.end for words in TOLD)
         if len(steps) != schedule.steps if rank.finished else not (told or NEIGHBOURS in rank.end):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -10,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.contract import Exchange
+from paceline import transport
+from paceline.contract import Codec, Exchange
 from paceline.data import batches
 from paceline.data.load_balance import Limits
 from paceline.data.sampler import Assignment
@@ -20,9 +22,9 @@ from paceline.environment import LaunchEnvironment
 from paceline.errors import LinkError
 from paceline.exchange import allreduce, diloco, ordered, server
 from paceline.exchange.flow.control import Control
-from paceline.job import Job
 from paceline.link.memory import Members
 from paceline.messages import Gradient, StepOutcome, Target, Vote
+from paceline.report.activity import Activity
 from paceline.report.step_observer import StepObserver
 from paceline.step.rebalance import Rebalance
 from paceline.step.replica_sync import ReplicaSync
@@ -30,8 +32,9 @@ from paceline.step.run_state import RunState
 from paceline.step.step import step
 from paceline.transport import ViewChange
 from paceline_bench.simulated.fault_link import Net
+from paceline_bench.simulated.node import Mesh
 from paceline_bench.simulated.returns import Coming, Hall, Launcher, pack, unpack
-from paceline_bench.simulated.scenarios import APART, BATCH, CLIP, QUIET, Restless, checksum, given, take, windows
+from paceline_bench.simulated.scenarios import APART, BATCH, CLIP, QUIET, Kit, Restless, checksum, given, take, windows
 from paceline_bench.simulated.schedule import Schedule
 
 Attempt = tuple[int, int]  # at which step, of which generation
@@ -53,6 +56,44 @@ def shares(seed: int, size: int) -> tuple[float, ...]:
     dice = random.Random(f"shares {seed}")
     drawn = tuple(float(dice.choice((0, 1, 1, 2, 2, 3))) for _ in range(size))
     return drawn if any(drawn) else (1.0,) * size
+
+
+def run_state(
+    kit: Kit,
+    exchange: Exchange,
+    control: transport.Control,
+    codec: Codec,
+    members: transport.Membership,
+    place: tuple[int, int],
+    schedule: Schedule,
+    identity: str,
+    local_rank: int = 0,
+) -> RunState:
+    """Of a process. ``place``: its node, of how many."""
+    how, (node, size) = schedule.how, place
+    dealt = shares(schedule.seed, size) if how.uneven else None
+    within = local_rank, how.processes
+    limits = Limits((1,) * size, (BATCH,) * size)
+    return RunState(
+        kit.job,
+        LaunchEnvironment(*within, node, size),
+        kit.engine,
+        exchange,
+        control,
+        codec,
+        members,
+        Assignment(node, size, *within, dealt, kit.engine.num_virtual_shards),
+        limits,
+        Restless(BATCH, limits.least, limits.most) if how.uneven and not how.virtual else None,
+        identity=identity,
+    )
+
+
+def regroup(run: RunState, news: ViewChange) -> None:
+    run.assignment, balance, run.limits = assignment.regroup(run.assignment, run.balance, BATCH, run.limits, news)
+    run.balance = Restless(BATCH, balance.least, balance.most) if balance else None
+    mine = run.assignment
+    run.world = dataclasses.replace(run.world, node=mine.node, num_nodes=mine.num_nodes)
 
 
 class Noted(StepObserver):
@@ -91,38 +132,35 @@ class Held(StepObserver):
 class Rank:
     """It is its own source of samples. ``codec``: its memory moves with each applied step."""
 
-    def __init__(self, members: Members, net: Net, schedule: Schedule, launcher: Launcher | None = None):
+    def __init__(
+        self,
+        members: Members,
+        net: Net,
+        schedule: Schedule,
+        launcher: Launcher | None = None,
+        mesh: Mesh | None = None,
+    ):
         how, link = schedule.how, members.link
         _, self.x, self.y = given(how.normed)
         self.net, self.how, self.size = net, how, schedule.samples
-        self.members, self.launcher = members, launcher
+        self.members, self.launcher, self.mesh = members, launcher, mesh
         self.id = members.who if isinstance(members, Coming) else link.rank
-        self.kit = take(how)
+        self.taken: dict[Attempt, list[int]] = {}
+        self._parts: dict[Attempt, dict[int, Sequence[int]]] = {}  # of these, by process of the node
+        if mesh:
+            mesh.taken = self.takes
+        self.kit = take(how, mesh)
         self.model, self.engine, self.codec = self.kit.model, self.kit.engine, how.codec()
         if how.drifts and link.rank == link.size - 1:
             self.engine.weights[0].view(-1)[0] *= 1 + APART
         self.start = self.checksum() if how.drifts else 0
         self.exchange = self._exchange()
         plain = Control(members, votes=self.exchange.consensus == "step")
-        self.control = FaultTolerantControl(plain, [self.exchange.rebuild, self.engine.reopen])
+        own = FaultTolerantControl(plain, [self.exchange.rebuild, self.engine.reopen])
         self.exchange.open(self.engine, link, self.codec, -(-BATCH // link.size))
-        dealt = shares(schedule.seed, link.size) if how.uneven else None
-        mine = Assignment(link.rank, link.size, shares=dealt, virtual=self.engine.num_virtual_shards)
-        limits = Limits((1,) * link.size, (BATCH,) * link.size)
-        moves = how.uneven and not how.virtual
-        self.run = RunState(
-            Job(self.model, self.kit.optimizer, None, BATCH),
-            LaunchEnvironment(node=link.rank, num_nodes=link.size),
-            self.engine,
-            self.exchange,
-            self.control,
-            self.codec,
-            members,
-            mine,
-            limits,
-            Restless(BATCH, limits.least, limits.most) if moves else None,
-            identity=f"rank {self.id}",
-        )
+        local = self.engine.local_exchange(self.exchange, own, False, Activity()) if mesh else (self.exchange, own)
+        self.control: transport.Control = local[1]
+        self.run = run_state(self.kit, *local, self.codec, members, (link.rank, link.size), schedule, f"rank {self.id}")
         self.run.observers = [Noted(self), Rebalance(self.run)]
         if how.drifts:
             self.run.observers.insert(0, ReplicaSync(self.run, period=1, quiet_steps=QUIET))
@@ -132,11 +170,10 @@ class Rank:
         if launcher:
             self.run.clip = CLIP
             self.run.observers.insert(0, Held(self))
-        self.control.rows = lambda: self.run.assignment.rows_per_node(BATCH)[self.run.assignment.node]
+        own.rows = lambda: self.run.assignment.rows_per_node(BATCH)[self.run.assignment.node]
         self.control.on_view_change = self.regroup
         self.guests = 0  # the generation in which somebody is to be admitted
         self.attempt: Attempt = (0, 0)
-        self.taken: dict[Attempt, list[int]] = {}
         self.applied: list[tuple[Attempt, int]] = []  # of each step: the attempt, a checksum of the weights
         # by attempt and bucket, where a codec owes something: the gradient, and the codec's state before
         self.offered: dict[tuple[Attempt, int], tuple[Tensor, Any]] = {}
@@ -198,8 +235,14 @@ class Rank:
         return self.run.num_steps, self.net.hub_of[self.id].number
 
     def fetch(self, indices: Sequence[int], epoch: int) -> Any:
-        self.taken[self.now()] = list(indices)
+        self.takes(0, self.run.num_steps, indices)
         return self.x[indices], self.y[indices]
+
+    def takes(self, process: int, step: int, indices: Sequence[int]) -> None:
+        attempt = step, self.net.hub_of[self.id].number
+        parts = self._parts.setdefault(attempt, {})
+        parts[process] = indices
+        self.taken[attempt] = [index for part in parts.values() for index in part]
 
     def offers(self, gradient: Gradient) -> None:
         if not self.how.owes:
@@ -213,10 +256,7 @@ class Rank:
         self.offered[self.attempt, index] = flat, self._memory[index]
 
     def regroup(self, news: ViewChange) -> None:
-        run = self.run
-        run.assignment, balance, run.limits = assignment.regroup(run.assignment, run.balance, BATCH, run.limits, news)
-        run.balance = Restless(BATCH, balance.least, balance.most) if balance else None
-        run.world = LaunchEnvironment(node=run.assignment.node, num_nodes=run.assignment.num_nodes)
+        regroup(self.run, news)
         if self.hall:
             self.hall.joined = news.joined
 
@@ -270,6 +310,8 @@ class Rank:
         self.net.tell(f"      rank {self.id} {self.end}")
         self.exchange.close()
         self.members.link.close()
+        if self.mesh:
+            self.mesh.close(0)
         if self.end.startswith("ended"):
             self.net.lost(self.id)
 

@@ -21,6 +21,8 @@ from paceline.contract import Codec
 from paceline.data import sampler
 from paceline.data.load_balance import LoadBalancer, Reassignment
 from paceline.engine import pipeline, reproducible, sequential
+from paceline.job import Job
+from paceline_bench.simulated.node import Engine, Mesh
 
 BATCH, SEED, LR = 12, 3, 0.1
 SAMPLES = (24, 31, 36)  # of a training: two steps, three of which the last is short, and three
@@ -51,7 +53,8 @@ class Way:
     normed: bool = False  # batch norm over all, and clipped
     period: int = 0  # steps between two averages of weights that each node trains alone; 0: none
     serves: bool = False  # each node updates a part of the weights
-    stages: int = 1  # of a node's pipeline
+    stages: int = 1  # of a process's pipeline
+    processes: int = 1  # of a node
 
     @property
     def owes(self) -> bool:
@@ -87,6 +90,7 @@ WAYS = {
     "qsgd": Way(2, forms="dense", codec=qsgd.Codec, collectives=4, close=QUANTISED),
     "reproducible": Way(2, virtual=True),
     "pipeline": Way(1, stages=2),
+    "hybrid": Way(1, stages=2, processes=2),
     "diloco": Way(3, period=2, close=ANYHOW),
     "server": Way(3, collectives=4, serves=True),  # a sum of each bucket, and its copy
 }
@@ -149,9 +153,9 @@ def crc(weights: Iterable[Tensor]) -> int:
 
 
 class Kit:
-    """A model with its optimizer and an engine that is open."""
+    """A model with its optimizer and an engine that is open. ``mesh``: of the processes of its node."""
 
-    def __init__(self, way: Way):
+    def __init__(self, way: Way, mesh: Mesh | None = None, rank: int = 0):
         self.way, self.model = way, copy.deepcopy(given(way.normed)[0])
         self.optimizer = optimizer(self.model, way.momentum)
         self.engine: sequential.Engine = reproducible.Engine(SHARES, 1) if way.virtual else sequential.Engine()
@@ -159,6 +163,10 @@ class Kit:
             self.model = nn.Sequential(self.model, *(nn.Identity() for _ in range(way.stages - 1)))
             cuts = ";".join(str(stage) for stage in range(1, way.stages))
             self.engine = pipeline.Engine(way.stages, micros=way.stages, cut=cuts)
+        if mesh:
+            self.engine = Engine(rank, mesh, self.engine)
+            self.engine.divided = True
+        self.job = Job(self.model, self.optimizer, None, BATCH)
         self.engine.accumulate = way.accumulate
         self.engine.open(self.model, self.optimizer, F.cross_entropy)
 
@@ -177,9 +185,9 @@ class Kit:
 _kits: defaultdict[Way, list[Kit]] = defaultdict(list)
 
 
-def take(way: Way) -> Kit:
-    if way.normed:
-        return Kit(way)  # whose batch norm belongs to its link
+def take(way: Way, mesh: Mesh | None = None, rank: int = 0) -> Kit:
+    if way.normed or mesh:
+        return Kit(way, mesh, rank)  # whose batch norm belongs to its link, or whose weights to its node
     kit = _kits[way].pop() if _kits[way] else Kit(way)
     kit.renew()
     return kit
@@ -187,7 +195,7 @@ def take(way: Way) -> Kit:
 
 def give_back(kits: Sequence[Kit]) -> None:
     for kit in kits:
-        if kit.way.normed:
+        if kit.way.normed or kit.way.processes > 1:
             kit.engine.close()
         else:
             _kits[kit.way].append(kit)

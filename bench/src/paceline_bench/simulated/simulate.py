@@ -11,6 +11,8 @@ from torch import Tensor
 from paceline.link.memory import Members
 from paceline_bench.simulated import invariants
 from paceline_bench.simulated.fault_link import Net
+from paceline_bench.simulated.follower import Follower
+from paceline_bench.simulated.node import Mesh
 from paceline_bench.simulated.rank import Rank
 from paceline_bench.simulated.returns import Launcher
 from paceline_bench.simulated.scenarios import give_back
@@ -42,12 +44,22 @@ def play(schedule: Schedule) -> Outcome:
 
 
 def _play(schedule: Schedule) -> Outcome:
-    net, ranks = Net(schedule.seed, schedule.faults), list[Rank]()
+    net, ranks, followers = Net(schedule.seed, schedule.faults), list[Rank](), list[Follower]()
 
     def begin(members: Members) -> None:
-        rank = Rank(members, net, schedule)
+        who, num_processes = members.link.rank, schedule.how.processes
+        mesh = Mesh(net, num_processes) if num_processes > 1 else None
+        for local_rank in range(1, num_processes):
+            assert mesh
+            net.start(who, partial(follow, who, local_rank, mesh))
+        rank = Rank(members, net, schedule, mesh=mesh)
         ranks.append(rank)
         rank.train()
+
+    def follow(node: int, local_rank: int, mesh: Mesh) -> None:
+        follower = Follower(node, local_rank, mesh, net, schedule)
+        followers.append(follower)
+        follower.train()
 
     for link in net.links(schedule.size):
         net.start(link.rank, partial(begin, Members(link)))
@@ -59,7 +71,7 @@ def _play(schedule: Schedule) -> Outcome:
     ranks.sort(key=lambda rank: rank.id)
     found = failed or invariants.broken(schedule, net, ranks, alone(schedule) if schedule.how.virtual else 0)
     if not failed:
-        give_back([rank.kit for rank in ranks])
+        give_back([rank.kit for rank in ranks] + [follower.kit for follower in followers])
     lived = [rank for rank in ranks if rank.id not in net.dead]
     given_up = bool(lived) and not any(rank.finished for rank in lived)
     left_out = sum(not rank.finished for rank in lived)

@@ -9,10 +9,7 @@ With a single node the real exchange is not used: each process adds up its own r
 
 from __future__ import annotations
 
-import selectors
 import struct
-import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract, transport
-from paceline.engine.node.local_group import POLL_S, LocalGroup
+from paceline.engine.node.local_group import LocalGroup
 from paceline.engine.node.shared_memory import SharedBuffers
 from paceline.messages import (
     DENSE,
@@ -250,11 +247,12 @@ class _GradientCollector:
         self.leader, self.buckets, self.size = leader, leader.buckets, leader.local_group.size
         self.rows: dict[int, dict[int, int]] = {bucket.index: {} for bucket in self.buckets}
         self.votes: dict[int, Vote] = {}
-        self.lock = threading.Lock()
+        threads = leader.local_group.threads
+        self.lock = threads.Condition()
         self.error: BaseException | None = None
-        self.thread: threading.Thread | None = None
+        self.thread: Any = None
         if not leader.alone:
-            self.thread = threading.Thread(target=self._run, name="paceline inbox", daemon=True)
+            self.thread = threads.Thread(target=self._run, name="paceline inbox", daemon=True)
             self.thread.start()
 
     def note(self, local_rank: int, index: int, num_rows: int) -> None:
@@ -271,24 +269,14 @@ class _GradientCollector:
             self.error = error
 
     def _collect(self) -> None:
-        local_group = self.leader.local_group
-        with selectors.DefaultSelector() as selector:
-            for peer, line in local_group.lines.items():
-                selector.register(line, selectors.EVENT_READ, peer)
-            received_s = time.monotonic()
-            while len(self.votes) < self.size - 1:
-                ready = selector.select(POLL_S)
-                for peer in () if ready else set(local_group.lines) - set(self.votes):
-                    local_group.check_peer(peer, "computing the step", time.monotonic() - received_s)
-                for key, _ in ready:
-                    received_s = time.monotonic()
-                    kind, body = local_group.recv(key.data, "computing the step")
-                    if kind == b"p":
-                        self.note(key.data, *struct.unpack("<Ii", body))
-                    else:
-                        local_group.check(key.data, kind, b"v", "computing the step")
-                        self.votes[key.data] = Vote.unpack(body)
-                        selector.unregister(key.fileobj)
+        local_group, doing = self.leader.local_group, "computing the step"
+        while missing := local_group.lines.keys() - self.votes.keys():
+            peer, kind, body = local_group.recv_any(missing, doing)
+            if kind == b"p":
+                self.note(peer, *struct.unpack("<Ii", body))
+            else:
+                local_group.check(peer, kind, b"v", doing)
+                self.votes[peer] = Vote.unpack(body)
 
     def finish(self) -> list[Vote]:
         """The others' votes, in local rank order."""

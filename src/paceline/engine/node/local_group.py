@@ -11,17 +11,18 @@ import contextlib
 import math
 import mmap
 import os
+import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.environment import rendezvous_timeout_s
 from paceline.errors import LinkError
 from paceline.report.activity import Activity
-from paceline.transport import Waits
+from paceline.transport import Threads, Waits
 
 TIMEOUT_S = 1800.0  # for a process that computes
 POLL_S = 1.0  # between two checks of a process that is waited for
@@ -49,6 +50,8 @@ class LocalGroupError(LinkError):
 
 class LocalGroup:
     """Local rank 0 receives from all; the others receive from local rank 0."""
+
+    threads = Threads()
 
     def __init__(self, rank: int, size: int, name: str):
         self.rank, self.size, self.name = rank, size, name
@@ -171,6 +174,18 @@ class LocalGroup:
         """(kind, body). Raises LocalGroupError when the peer has failed, or sends nothing for TIMEOUT_S."""
         kind, body, _ = self._recv(peer, doing, 0)
         return kind, body
+
+    def recv_any(self, peers: Collection[int], doing: str) -> tuple[int, bytes, bytes]:
+        """(peer, kind, body) of the next message of any of them. Raises as `recv`."""
+        poll, of = select.poll(), {self.lines[peer].fileno(): peer for peer in peers}
+        for line in of:
+            poll.register(line, select.POLLIN)
+        begun_s = time.monotonic()
+        while not (ready := poll.poll(1000 * POLL_S)):
+            for peer in peers:
+                self.check_peer(peer, doing, time.monotonic() - begun_s)
+        peer = of[ready[0][0]]
+        return peer, *self.recv(peer, doing)
 
     def _recv(self, peer: int, doing: str, num_files: int) -> tuple[bytes, bytes, list[int]]:
         try:
