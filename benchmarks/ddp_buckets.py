@@ -2,12 +2,12 @@
 
     python benchmarks/ddp_buckets.py MODEL ROWS [--rate 1gbit | --one-machine] [--classes none,torch,torch:2,ours,fused]
                                      [--steps 20]
-    python benchmarks/ddp_buckets.py --sums 1,25,94
+    python benchmarks/ddp_buckets.py --sums 1,25,94 [--rate 1gbit --ranks 4]
 
 Two ranks, a core each: nodes in network namespaces with links of that rate (as root), or on one machine. Classes take
 turns in the same processes, in random order; "torch:2" has buckets of 2 MB. A line has the medians of forward,
-backward, update and step, in seconds. `--sums`: how long two ranks of one machine take to add up so many MiB in shared
-memory and by gloo, in milliseconds.
+backward, update and step, in seconds. `--sums`: how long ranks take to add up so many MiB in shared memory and by gloo,
+in milliseconds: two of one machine, or half of `--ranks` on each of two nodes.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def sums(options: argparse.Namespace, dist: Any) -> None:
     from paceline.ddp import shared_sum
 
     store = dist.PrefixStore("sums", dist.distributed_c10d._get_default_store())
-    shared = shared_sum.made(store, dist.get_rank(), 2, timedelta(seconds=60))
+    nodes = [rank * 2 // options.ranks if options.rate else 0 for rank in range(options.ranks)]
+    shared = shared_sum.made(store, dist.get_rank(), nodes, timedelta(seconds=60))
     assert shared
     for size in map(int, options.sums.split(",")):
         own, found = torch.zeros(size << 18), []
@@ -118,6 +119,11 @@ def rank(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def _place(node: int, local_rank: int, size: int) -> dict[str, str]:
+    local = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(size)}
+    return {"RANK": str(node * size + local_rank), "WORLD_SIZE": str(2 * size), **local}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="vit")
@@ -127,22 +133,25 @@ def main() -> None:
     parser.add_argument("--classes", default="none,torch,torch:2,ours")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--sums", default="")
+    parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     if "RANK" in os.environ:
         rank(options)
         return
     command = [sys.executable, *sys.argv]
-    if not (options.one_machine or options.sums):
+    if not (options.one_machine or (options.sums and not options.rate)):
+        each = options.ranks // 2
         with Cluster(2, options.rate) as cluster:
-            ended = [process.wait(TIMEOUT_S) for process in [cluster.start(node, command) for node in range(2)]]
+            started = [cluster.start(node, command, _place(node, i, each)) for node in range(2) for i in range(each)]
+            ended = [process.wait(TIMEOUT_S) for process in started]
         sys.exit(max(ended))
     cores, port = sorted(os.sched_getaffinity(0)), str(free_port())
     given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     given |= {"OMP_NUM_THREADS": "1"}
     started = []
-    for each in range(2):
-        words = ["taskset", "-c", str(cores[each % len(cores)]), *command]
-        own = {**os.environ, **given, "RANK": str(each), "LOCAL_RANK": str(each)}
+    for place in range(2):
+        words = ["taskset", "-c", str(cores[place % len(cores)]), *command]
+        own = {**os.environ, **given, "RANK": str(place), "LOCAL_RANK": str(place)}
         started.append(subprocess.Popen(words, env=own))
     sys.exit(max(process.wait(TIMEOUT_S) for process in started))
 

@@ -23,20 +23,21 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(shared_sum, "CHUNK_BYTES", CHUNK)
 
 
-def on_ranks(size, work, timeout_s=20):
+def on_ranks(size, work, timeout_s=20, machines=()):
     """What ``work(rank, sum)`` gives on each; ranks are threads, which the memory does not know."""
     store = dist.HashStore()
 
     def run(rank):
-        return work(rank, shared_sum.made(store, rank, size, timedelta(seconds=timeout_s)))
+        return work(rank, shared_sum.made(store, rank, machines or [0] * size, timedelta(seconds=timeout_s)))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size)))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("machines", [[0], [0, 0], [0] * 5, [0, 0, 1, 1], [0, 1, 0], [0, 1, 1, 2, 0, 0]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_sums_are_those_in_closed_form_whatever_their_length_and_however_late_a_rank_is(size, dtype):
+def test_sums_are_those_in_closed_form_whatever_their_length_and_however_late_a_rank_is(machines, dtype):
+    size = len(machines)
     most = 5 * CHUNK // dtype.itemsize
     lengths = [0, 1, 2, size, most // 5 - 1, most // 5, most // 5 + 1, most, most + 1] * 3
 
@@ -49,20 +50,21 @@ def test_sums_are_those_in_closed_form_whatever_their_length_and_however_late_a_
             sums.append(own)
         return sums
 
-    everyone = on_ranks(size, work)
+    everyone = on_ranks(size, work, machines=machines)
     for number, length in enumerate(lengths):
         expected = torch.arange(length) % 7 * size + number % 3 * sum(range(size))
         for sums in everyone:
             assert torch.equal(sums[number], expected.to(dtype))
 
 
-def test_the_bits_are_the_same_on_all_ranks_and_of_two_those_of_a_plain_sum():
-    given = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
-    for size in (2, 3):
-        sums = on_ranks(size, lambda rank, together: [own := given[rank].clone(), together.add(own)][0])
-        assert all(torch.equal(sums[0], each) for each in sums)
-        if size == 2:
-            assert torch.equal(sums[0], given[0] + given[1])
+@pytest.mark.parametrize("machines", [[0, 0], [0, 0, 0], [0, 0, 1, 1], [0, 1, 0]])
+def test_the_bits_are_the_same_on_all_ranks_and_of_two_on_each_machine_those_of_plain_sums(machines):
+    given = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)) for rank in range(len(machines))]
+    sums = on_ranks(len(given), lambda rank, together: [own := given[rank].clone(), together.add(own)][0], 20, machines)
+    assert all(torch.equal(sums[0], each) for each in sums)
+    if len(given) != 3:
+        pairs = [one + other for one, other in zip(given[::2], given[1::2], strict=True)]
+        assert torch.equal(sums[0], sum(pairs[1:], start=pairs[0]))
 
 
 def test_shapes_stay():

@@ -46,6 +46,13 @@ def exchange(store: Any, number: int, rank: int, size: int, own: dict[str, Any])
     return messages
 
 
+def machines(messages: Sequence[dict[str, Any]]) -> list[int]:
+    """That of each rank, counted from 0 in the order of their first ranks."""
+    hosts = [tuple(one["addresses"]) for one in messages]
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    return [numbers[host] for host in hosts]
+
+
 def alike(messages: Sequence[dict[str, Any]]) -> bool:
     """Whether all ranks have the same weights to send as factors, and multiply to the same bits."""
     return bool(messages) and all(one[what] == messages[0][what] for one in messages for what in ("weights", "machine"))

@@ -1,6 +1,6 @@
 """Collectives in a wrapper's own thread and connections, compressed without loss where the network is slower than that.
 
-    sums      on one machine in memory that the ranks share (`paceline.ddp.shared_sum`)
+    sums      of large tensors in memory that the ranks of a machine share (`paceline.ddp.shared_sum`)
     rate      of each large gather every rank knows the time per byte; what counts is the rank that waited least
     packed    set for all ranks alike, between two passes; on one machine never, where waits are those of its processors
 
@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, ParamSpec, TypeVar
 
@@ -41,23 +42,19 @@ PER_BYTE = 1e-12  # the unit of a rate, in seconds
 
 class Lane:
     """Among the ranks of ``group``; every rank makes its own at the same place. ``name``: of those of this group its
-    own. ``distant``: they are on several machines. ``shares``: they are on one, and have large sums."""
+    own. ``machines``: that of each rank, counted from 0. ``shares``: some are on one, and have large sums. ``beside``
+    makes another one of the same ranks, for work in an order of its own."""
 
-    def __init__(self, group: Any, store: Any, name: str, timeout: timedelta, distant: bool, shares: bool = False):
-        self.rank, self.size, self.distant = dist.get_rank(group), dist.get_world_size(group), distant
-        self._made = group, store, name, timeout, shares
+    def __init__(self, group: Any, store: Any, name: str, timeout: timedelta, machines: Sequence[int], shares: bool):
+        self.rank, self.size, self.distant = dist.get_rank(group), dist.get_world_size(group), max(machines) > 0
+        self.beside = partial(Lane, group, store, f"{name}/beside", timeout, machines, shares)
         prefix = dist.PrefixStore(f"paceline/ddp/lane/{name}", store)
         self._gloo = dist.ProcessGroupGloo(prefix, self.rank, self.size, timeout)
-        self._shared = shared_sum.made(prefix, self.rank, self.size, timeout) if shares else None
+        self._shared = shared_sum.made(prefix, self.rank, machines, timeout) if shares else None
         self.packed = False
         self.last_s, self.last_bytes = 0.0, 0  # of the newest gather: its time, and what it received
         self._rates: deque[float] = deque(maxlen=SPAN)
         self._thread = ThreadPoolExecutor(1, "paceline ddp")
-
-    def beside(self) -> Lane:
-        """Another one of the same ranks, for work in an order of its own."""
-        group, store, name, timeout, shares = self._made
-        return Lane(group, store, f"{name}/beside", timeout, self.distant, shares)
 
     def submit(self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Future[Result]:
         """In the order of the calls, which is to be the same on every rank."""

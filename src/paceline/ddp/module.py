@@ -2,9 +2,9 @@
 
 Everything that torch's class does, it still does: buckets, buffers, unused parameters, `no_sync`, `join`, graphs. What
 is ours is how a bucket's gradients are summed over the ranks (`paceline.ddp.exchange`), and only where a model has
-fully-connected layers that pay; on one machine, large sums are made in shared memory; and between machines, where the
-network is slow, buckets are smaller and begin sooner. Any other model has torch's class to the last bit. A hook that a
-script registers takes our place.
+fully-connected layers that pay; large sums of a machine's ranks are made in memory that they share; and between
+machines, where the network is slow, buckets are smaller and begin sooner. Any other model has torch's class to the last
+bit. A hook that a script registers takes our place.
 """
 
 from __future__ import annotations
@@ -98,15 +98,15 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         factors = Factors(None if self._fused or self._left_to_torch(module) else module, size)
         number = store.add(f"paceline/ddp/made/{rank}", 1)  # of those that all ranks have made
         messages = handshake.exchange(store, number, rank, size, self._message(module, factors))
-        sums, distant = None, len({tuple(one["addresses"]) for one in messages}) > 1
-        self._slow_network = distant and all(one["cpu"] for one in messages) and _slow(group)
+        sums, machines = None, handshake.machines(messages)
+        self._slow_network = len(set(machines)) > 1 and all(one["cpu"] for one in messages) and _slow(group)
         if factors.of and not handshake.alike(messages):
             factors = Factors(None, size)
             if rank == 0:
                 log.info(UNLIKE)
-        shares = bool(messages) and not distant and all(one["shares"] for one in messages)
+        shares = len(set(machines)) < len(machines) and all(one["shares"] for one in messages)
         if self._fused or factors.of or shares:
-            lane = Lane(group, store, str(number), _timeout(group), distant, shares)
+            lane = Lane(group, store, str(number), _timeout(group), machines or [0] * size, shares)
             sums = BucketSums(factors, group, lane)
         watch(group, store, {address for one in messages for address in one["addresses"]})
         return sums
