@@ -7,7 +7,7 @@
 Two ranks, a core each: nodes in network namespaces with links of that rate (as root), or on one machine. Classes take
 turns in the same processes, in random order; "torch:2" has buckets of 2 MB. A line has the medians of forward,
 backward, update and step, in seconds. `--sums`: how long ranks take to add up so many MiB in shared memory and by gloo,
-in milliseconds: two of one machine, or half of `--ranks` on each of two nodes.
+and to gather those of all, in milliseconds: two of one machine, or half of `--ranks` on each of two nodes.
 """
 
 from __future__ import annotations
@@ -87,24 +87,30 @@ def steps(options: argparse.Namespace, dist: Any) -> None:
 def sums(options: argparse.Namespace, dist: Any) -> None:
     import torch
 
-    from paceline.ddp import shared_sum
+    from paceline.ddp import hierarchical
 
     store = dist.PrefixStore("sums", dist.distributed_c10d._get_default_store())
     nodes = [rank * 2 // options.ranks if options.rate else 0 for rank in range(options.ranks)]
-    shared = shared_sum.made(store, dist.get_rank(), nodes, timedelta(seconds=60))
+    shared = hierarchical.made(store, dist.get_rank(), nodes, timedelta(seconds=60))
     assert shared
     for size in map(int, options.sums.split(",")):
-        own, found = torch.zeros(size << 18), []
-        for add in (shared.add, dist.all_reduce):
-            took = []
-            for _ in range(WARM_UP + 12):
-                dist.barrier()
-                begin = time.perf_counter()
-                add(own)
-                took.append(time.perf_counter() - begin)
-            found.append(1e3 * statistics.median(took[WARM_UP:]))
-        if not dist.get_rank():
-            print(f"{size} MiB: {found[0]:.2f} ms in shared memory, {found[1]:.2f} by gloo", flush=True)
+        own = torch.zeros(size << 18)
+        parts = [torch.empty_like(own) for _ in range(options.ranks)]
+        for what, ours, theirs in (
+            ("sum", shared.add, dist.all_reduce),
+            ("gather", shared.gather, lambda own, parts=parts: dist.all_gather(parts, own)),
+        ):
+            found = []
+            for run in (ours, theirs):
+                took = []
+                for _ in range(WARM_UP + 12):
+                    dist.barrier()
+                    begin = time.perf_counter()
+                    run(own)
+                    took.append(time.perf_counter() - begin)
+                found.append(1e3 * statistics.median(took[WARM_UP:]))
+            if not dist.get_rank():
+                print(f"{what} of {size} MiB: {found[0]:.2f} ms in shared memory, {found[1]:.2f} by gloo", flush=True)
 
 
 def rank(options: argparse.Namespace) -> None:

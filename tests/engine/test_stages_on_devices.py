@@ -59,13 +59,39 @@ def test_equals_sequential_on_one_device(schedule, cut, optimizer, size, exchang
         assert losses == pytest.approx(its_losses, rel=GAP, abs=0)
 
 
-def test_each_device_has_its_stages_weights_gradients_and_state_only():
-    ((rank, _, _),) = train(lambda: pipeline.Engine(2, 4, cut="second", devices=ASKED), on(build()), DATA, "adamw")
+def held(rank):
+    """Where each weight lies, its gradient, and what the optimizer holds of it."""
     for name, weight in rank.model.named_parameters():
-        place = PLACES[not name.startswith("first")]
         moments = [each for each in rank.optimizer.state[weight].values() if each.dim()]
         assert len(moments) == 2
-        assert {each.device for each in (weight, weight.grad, *moments)} == {place}
+        grads = [] if weight.grad is None else [weight.grad]
+        yield name, {each.device for each in (weight, *grads, *moments)}
+
+
+def test_each_device_has_its_stages_weights_gradients_and_state_only_until_the_end():
+    made = pipeline.Engine(2, 4, cut="second", devices=ASKED)
+    (rank,) = ranks.run(1, lambda link: Rank(link, on(build()), OPTIMIZERS["adamw"], engine=made, batch=BATCH))
+    rank.train(DATA)
+    assert all(weight.grad is not None for weight in rank.model.parameters())
+    for name, places in held(rank):
+        assert places == {PLACES[not name.startswith("first")]}
+    made.close()
+    assert all(places == {PLACES[0]} for _, places in held(rank))
+    assert rank.model(DATA[0][0].to(PLACES[0])).device == PLACES[0]
+
+
+def test_a_device_too_small_for_all_of_it_leaves_the_model_where_it_is(monkeypatch, caplog):
+    made = pipeline.Engine(2, 4, cut="second", devices=ASKED)
+    (rank,) = ranks.run(1, lambda link: Rank(link, on(build()), OPTIMIZERS["adamw"], engine=made, batch=BATCH))
+    rank.train(DATA)
+
+    def full(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(devices, "_move", full)
+    made.close()
+    assert [places for _, places in held(rank)][-1] == {PLACES[1]}
+    assert "has not enough memory for the whole model, which stays on several devices" in caplog.text
 
 
 @pytest.mark.dear
@@ -121,7 +147,10 @@ def test_what_every_block_is_passed_follows_it():
 
 
 def test_buffers_and_dropout_are_those_of_the_stage():
-    ((rank, _, _),) = train(lambda: pipeline.Engine(2, 4, cut="fc", devices=ASKED), on(build(Conv)), DATA)
+    made = pipeline.Engine(2, 4, cut="fc", devices=ASKED)
+    (rank,) = ranks.run(1, lambda link: Rank(link, on(build(Conv)), engine=made, batch=BATCH))
+    rank.train(DATA)
+    made.close()
     assert {each.device for each in rank.model.norm.buffers()} == {PLACES[0]}
     assert rank.model.norm.num_batches_tracked == 4 * len(DATA)
     want = train(sequential.Engine, on(build(Normed)), DATA, accumulate=4)
@@ -174,6 +203,7 @@ def test_which_device_each_stage_has(asked, own, num_stages, found):
         ([], GPUS[3], r"the model lies on cuda:3, of 4 GPUs that this process sees; use fewer stages, name the device"),
         ([], torch.device("meta"), "the model lies on meta"),
         (["cuda:0"], CPU, "a pipeline of 2 stages needs a device each, got devices='cuda:0'"),
+        (["cuda:0", "cuda:4"], CPU, r"devices='cuda:0;cuda:4', and this process sees 4 GPUs"),
         (["gpu:0", "gpu:1"], CPU, "devices='gpu:0;gpu:1': Expected one of cpu, cuda"),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 from paceline.launch.machine import Machine
 from paceline.planner import planner
 from paceline.planner.candidates import JobFacts
-from paceline.planner.choose import Candidate, choose, speedup, tied
+from paceline.planner.choose import Candidate, choose, correct, speedup, tied
 from paceline.planner.measure import fresh_process, stopwatch, trial
 from paceline.planner.measure.profile import Profile
 from paceline.planner.measure.trial import Trial, merge
@@ -168,6 +168,23 @@ def test_what_is_faster_but_not_allowed_is_shown_with_its_gain_and_not_taken():
     assert told["threads:2+bf16"] == "not exact: would be 4.00x, --fidelity rounded allows it"
     assert told["sequential+bf16"] == "not exact: would be about 2.00x, --fidelity rounded allows it"
     assert choose([base, guessed, rounded], "rounded")[0] == "threads:2+bf16"
+
+
+def test_predictions_of_rows_not_run_are_as_far_off_as_those_that_ran():
+    """By their median: one that was interrupted says nothing. What ran keeps what was predicted of it."""
+    rows = [
+        Candidate("sequential", 1.0, Trial("sequential", 0.8, 0.01)),
+        Candidate("threads:2", 0.5, Trial("threads:2", 0.45, 0.01)),
+        Candidate("replicas:2", 0.5, Trial("replicas:2", 5.0, 0.01)),
+        Candidate("processes:2", 0.6, Trial("processes:2", error="RuntimeError: no such thing")),
+        Candidate("pipeline:2", 0.7),
+        Candidate("pipeline:4"),
+    ]
+    correct(rows)
+    assert [one.predicted_s for one in rows] == [1.0, 0.5, 0.5, pytest.approx(0.54), pytest.approx(0.63), None]
+    only = [Candidate("threads:2", 0.5)]
+    correct(only)
+    assert only[0].predicted_s == 0.5
 
 
 def test_what_was_not_tried_says_what_was_predicted():

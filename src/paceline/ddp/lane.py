@@ -1,6 +1,6 @@
 """Collectives in a wrapper's own thread and connections, compressed without loss where the network is slower than that.
 
-    sums      of large tensors in memory that the ranks of a machine share (`paceline.ddp.shared_sum`)
+    large     sums and gathers in memory that the ranks of a machine share (`paceline.ddp.hierarchical`)
     rate      of each large gather every rank knows the time per byte; what counts is the rank that waited least
     packed    set for all ranks alike, between two passes; on one machine never, where waits are those of its processors
 
@@ -27,7 +27,7 @@ import torch.distributed
 from torch import Tensor
 
 from paceline.codec.encoding.packing import MIN_BYTES, fits, pack, unpack
-from paceline.ddp import shared_sum
+from paceline.ddp import hierarchical
 from paceline.exchange.flow.costs import SLOW_S
 
 dist: Any = torch.distributed  # its stubs leave out what we use
@@ -45,12 +45,14 @@ class Lane:
     own. ``machines``: that of each rank, counted from 0. ``shares``: some are on one, and have large sums. ``beside``
     makes another one of the same ranks, for work in an order of its own."""
 
+    _shared: hierarchical.Hierarchical | None = None
+
     def __init__(self, group: Any, store: Any, name: str, timeout: timedelta, machines: Sequence[int], shares: bool):
         self.rank, self.size, self.distant = dist.get_rank(group), dist.get_world_size(group), max(machines) > 0
         self.beside = partial(Lane, group, store, f"{name}/beside", timeout, machines, shares)
         prefix = dist.PrefixStore(f"paceline/ddp/lane/{name}", store)
         self._gloo = dist.ProcessGroupGloo(prefix, self.rank, self.size, timeout)
-        self._shared = shared_sum.made(prefix, self.rank, machines, timeout) if shares else None
+        self._shared = hierarchical.made(prefix, self.rank, machines, timeout) if shares else None
         self.packed = False
         self.last_s, self.last_bytes = 0.0, 0  # of the newest gather: its time, and what it received
         self._rates: deque[float] = deque(maxlen=SPAN)
@@ -79,7 +81,7 @@ class Lane:
         return self.size == 2 and own.device.type == "cpu" and self.packs(own)
 
     def shares(self, own: Tensor) -> bool:
-        return self._shared is not None and own.device.type == "cpu" and own.nbytes >= shared_sum.MIN_BYTES
+        return self._shared is not None and own.device.type == "cpu" and own.nbytes >= hierarchical.MIN_BYTES
 
     def gathered(self, own: Tensor) -> list[Tensor]:
         """Every rank's, which all have its shape."""
@@ -94,9 +96,12 @@ class Lane:
         ]
 
     def _gathered(self, own: Tensor) -> list[Tensor]:
-        each = [torch.empty_like(own) for _ in range(self.size)]
         begin = time.perf_counter()
-        self._gloo.allgather([each], [own]).wait()
+        if self._shared and self._shared.gathers and self.shares(own):
+            each = self._shared.gather(own)
+        else:
+            each = [torch.empty_like(own) for _ in range(self.size)]
+            self._gloo.allgather([each], [own]).wait()
         self.last_s, self.last_bytes = time.perf_counter() - begin, (self.size - 1) * own.nbytes
         if self.last_bytes >= TIMED_BYTES:
             self._rates.append(self.last_s / self.last_bytes)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import DistributedDataParallel as Base
 
-from paceline.ddp import fused, handshake, import_hook, shared_sum, stopwatch
+from paceline.ddp import fused, handshake, hierarchical, import_hook, stopwatch
 from paceline.ddp.exchange import UNLIKE, BucketSums
 from paceline.ddp.factors import Factors
 from paceline.ddp.lane import Lane
@@ -112,7 +112,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         return sums
 
     def _message(self, module: nn.Module, factors: Factors) -> dict[str, Any]:
-        cpu, large = self.device_type == "cpu", _num_bytes(self._module_parameters) >= shared_sum.MIN_BYTES
+        cpu, large = self.device_type == "cpu", _num_bytes(self._module_parameters) >= hierarchical.MIN_BYTES
         on_linux = sys.platform == "linux"  # its memory files, and sockets without a name on disk
         shares = cpu and large and on_linux and not self._left_to_torch(module)
         return handshake.message(list(factors.of.values()), self._fused.names if self._fused else [], cpu, shares)

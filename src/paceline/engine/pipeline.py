@@ -62,6 +62,11 @@ class Engine(sequential.Engine):
             self.num_threads = affinity.share(0, 1, os.sched_getaffinity(0), allowed=cgroup_limits.cores())[1]
         super().open(model, optimizer, loss, metric)
 
+    def close(self) -> None:
+        super().close()
+        if self.local_step.devices and isinstance(self.local_step, Stages):
+            devices.bring(self.model, self.optimizer, self.local_step.home)
+
     def local_exchange(
         self, exchange: Exchange, control: transport.Control, alone: bool, activity: transport.Waits
     ) -> tuple[Exchange, transport.Control]:
@@ -111,8 +116,9 @@ class Stages(LocalStep):
             self.cuts = list(presets[self.num_stages])
         if missing := [name for name in self.cuts if name not in names]:
             raise ValueError(f"engine 'pipeline' is to cut before {missing[0]!r}, which is no module of this model")
-        on_cpu = (own := next(model.parameters()).device).type == "cpu"
-        self.devices = devices.chosen(self.asked, own, self.num_stages, 0 if on_cpu else torch.cuda.device_count())
+        own = self.home = next(model.parameters()).device
+        num_gpus = 0 if own.type == "cpu" and not self.asked else torch.cuda.device_count()
+        self.devices = devices.chosen(self.asked, own, self.num_stages, num_gpus)
         if self.devices and self.num_processes > 1:
             raise ValueError(
                 f"engine '{PROCESSES}:k/pipeline:m' has its weights in the machine's memory; leave devices= out"

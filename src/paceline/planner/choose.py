@@ -8,6 +8,7 @@ the winner of a tie may be slower than the fastest by at most MAX_SLOWDOWN.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,15 @@ def run_off(candidates: Sequence[Candidate], level: str) -> list[Candidate]:
     """The candidates that ran and have an allowed fidelity, the fastest first."""
     ran = [one for one in candidates if one.ran and allowed(one.engine, level)]
     return sorted(ran, key=lambda one: one.step_s)
+
+
+def correct(candidates: Sequence[Candidate]) -> None:
+    """Multiplies the predictions of candidates that did not run by how far off those of the others were, in the median:
+    a profile times layers on a machine that is faster or slower at another moment, and all of them alike."""
+    ratios = [one.ran.step_s / one.predicted_s for one in candidates if one.ran and one.predicted_s]
+    for one in candidates:
+        if ratios and one.predicted_s and not one.ran:
+            one.predicted_s *= statistics.median(ratios)
 
 
 def choose(candidates: Sequence[Candidate], level: str = "exact", facts: JobFacts | None = None) -> Choice:

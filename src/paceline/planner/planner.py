@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from paceline.launch.machine import Machine, survey
 from paceline.planner import plan_cache
 from paceline.planner.candidates import MARGIN, JobFacts, allowed, candidates, check, fits, needed_bytes, planned, split
-from paceline.planner.choose import Candidate, choose, choose_requested, run_off, tied
+from paceline.planner.choose import Candidate, choose, choose_requested, correct, run_off, tied
 from paceline.planner.cost_model import predicted_s
 from paceline.planner.measure.profile import Profile, run_profile
 from paceline.planner.measure.stopwatch import MIN_STEPS, TIMEOUT_FACTOR, WARM_UP_STEPS
@@ -91,6 +91,7 @@ def make(
             entry.trial = budget.trial(command, entry, _num_promising(worth[number:]))
         tell(entry, entries, number + 1, len(worth))
     _retime_ties(command, entries, fidelity, budget, show)
+    correct(entries)
     chosen, reason, found = choose(entries, fidelity, facts)
     if reproducible:
         chosen, reason, found = choose_requested(found, chosen, DETERMINISTIC)

@@ -61,9 +61,9 @@ if __name__ == "__main__":
             train(pace, range(MIDDLE))
             pace.save()
             train(pace, range(MIDDLE, STEPS))
+            places = {str(each.device) for each in model.parameters()}
+            assert len(places) == (len(set(PLACES)) if rank == 0 else 1), places
         found[kind] = state(model)
-        places = {str(each.device) for each in model.parameters()}
-        assert len(places) == (len(set(PLACES)) if rank == 0 else 1), places
         model = made(rank == 1)
         with join(kind, model, folder / kind, rank == 1) as pace:
             assert pace.restore()

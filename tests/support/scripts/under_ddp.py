@@ -23,17 +23,17 @@ from torch.nn import functional as F
 from torch.nn.parallel.distributed import DistributedDataParallel as Theirs
 from torch.utils.checkpoint import checkpoint
 
-from paceline.ddp import exchange, lane, shared_sum
+from paceline.ddp import exchange, hierarchical, lane
 from paceline.ddp import module as ours_module
 from paceline.ddp.module import DistributedDataParallel as Ours
 
 STEPS, IN, OUT = 10, 300, 5
 exchange.Trial.next = lambda self: True  # from the first step on, whatever is faster here
 ours_module.BUCKET_BYTES = 1 << 11
-shared_sum.MIN_BYTES, shared_sum.CHUNK_BYTES = 64, 1 << 16
+hierarchical.MIN_BYTES, hierarchical.CHUNK_BYTES, hierarchical.GATHERED_BYTES = 64, 1 << 16, 1 << 14
 
 
-class Counted(shared_sum.SharedSum):
+class Counted(hierarchical.Hierarchical):
     """Which counts its sums."""
 
     count = 0
@@ -43,7 +43,7 @@ class Counted(shared_sum.SharedSum):
         super().add(own)
 
 
-shared_sum.SharedSum = Counted
+hierarchical.Hierarchical = Counted
 
 
 class Net(nn.Module):

@@ -1,9 +1,9 @@
-"""The plan against an exhaustive search: what was predicted before any row ran, and what was chosen.
+"""The plan against an exhaustive search: what it predicted of the rows that it did not run, and what it chose.
 
-Of each model, every exact candidate is timed in fresh processes, round by round; each round begins with a profile of
-its own. The medians of a row's predictions and of its measurements are compared. `plan` starts anew several times,
-within its default budget; each row that it chose meets the fastest of all in a duel: the fastest of several noisy
-medians is partly luck, which a duel takes away.
+`plan` starts anew several times, within its default budget. Then every exact candidate is timed in fresh processes,
+round by round. The medians of a row's predictions, by the starts that did not run it, and of its measurements are
+compared. Each row that was chosen meets the fastest of all in a duel: the fastest of several noisy medians is partly
+luck, which a duel takes away.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from paceline.launch.machine import Machine, survey
 from paceline.planner import planner
-from paceline.planner.candidates import allowed, candidates, planned
-from paceline.planner.cost_model import predicted_s
-from paceline.planner.measure.profile import run_profile
+from paceline.planner.candidates import allowed
 from paceline.planner.measure.trial import measure
 from paceline_bench.result import Finding, Show
 from paceline_bench.single import job
@@ -39,8 +36,9 @@ DUEL_ROUNDS, DUEL_STEPS = 3, {"mlp": (20, 200)}  # else 6 turns of one step
 
 @dataclass(frozen=True)
 class Searched:
-    """*Units*: seconds per step, of each round. ``chosen``: by each start, and how long it took, in seconds.
-    ``behind``: the seconds of each row that was chosen over the best's."""
+    """*Units*: seconds per step, measured in each round, predicted by each start that did not run the row. ``chosen``:
+    by each start, and how long it took, in seconds. ``behind``: the seconds of each row that was chosen over the
+    best's."""
 
     model: str
     batch: int
@@ -65,7 +63,10 @@ class Searched:
         return min(self.measured, key=self.step_s)
 
     def table(self) -> str:
-        lines = ["| row | predicted s, each round | measured s, each round | error |", "|---|---|---|---|"]
+        lines = [
+            "| row | predicted s, where a start did not run it | measured s | error |",
+            "|---|---|---|---|",
+        ]
         for row, each in self.measured.items():
             said, error = self.predicted.get(row, []), self.errors.get(row)
             times = [row for row, _ in self.chosen].count(row)
@@ -76,7 +77,7 @@ class Searched:
 
 
 def search(rounds: int, show: Show, jobs: tuple[tuple[str, int], ...] = JOBS) -> Iterator[Finding]:
-    """Raises ValueError where a job cannot be profiled, or nothing of it runs."""
+    """Raises ValueError where nothing of a job runs."""
     found = []
     for model, batch in jobs:
         one = searched(model, batch, min(rounds, MAX_ROUNDS), show)
@@ -90,31 +91,35 @@ def search(rounds: int, show: Show, jobs: tuple[tuple[str, int], ...] = JOBS) ->
     figure, demanded = f"{sum(near)} of {len(near)}", f">= {ENOUGH:.0%}"
     yield Finding("search", "starts within 5 % of the best", figure, demanded, sum(near) >= ENOUGH * len(near))
     errors = sorted(abs(error) for one in found for error in one.errors.values())
+    if not errors:
+        return
     middle, most = statistics.median(errors), errors[min(len(errors) - 1, int(0.9 * len(errors)))]
-    what = f"predicted against measured, {len(errors)} rows of {len(found)} models"
+    what = f"predicted against measured, {len(errors)} rows of {len(found)} models that were not run"
     yield Finding("search", f"{what}: median error", f"{middle:.1%}", f"<= {MEDIAN:.0%}", middle <= MEDIAN)
     yield Finding("search", f"{what}: 90th percentile", f"{most:.1%}", f"<= {P90:.0%}", most <= P90)
 
 
 def searched(model: str, batch: int, rounds: int, show: Show) -> Searched:
-    command, machine = [str(Path(job.__file__)), model, str(batch)], survey()
-    starts = []
+    command, starts = [str(Path(job.__file__)), model, str(batch)], list[tuple[str, float]]()
+    predicted: dict[str, list[float]] = {}
+    measured: dict[str, list[float]] = {}
     for _ in range(STARTS):
         begin = time.perf_counter()
         with _without_shelf():
             made = planner.make(command, show=lambda doing: show(f"{model} b{batch}: plan: {doing}"), patient=True)
         starts.append((made.chosen, time.perf_counter() - begin))
-    predicted: dict[str, list[float]] = {}
-    measured: dict[str, list[float]] = {}
+        for row in made.rows:
+            predicted.setdefault(row.engine, [])
+            if row.measured_s is None and row.predicted_s:
+                predicted[row.engine].append(row.predicted_s)
+    rows = [row for row in predicted if allowed(row, "exact")]
     for i in range(rounds):
-        show(f"{model} b{batch}, round {i + 1} of {rounds}: profile")
-        order = _predict(command, machine, predicted)
-        random.Random(i).shuffle(order)
-        for row in order:
-            show(f"{model} b{batch}, round {i + 1} of {rounds}: {row}")
-            trial = measure(command, row, timed_s=TIMED_S)
+        random.Random(i).shuffle(rows)
+        for name in rows:
+            show(f"{model} b{batch}, round {i + 1} of {rounds}: {name}")
+            trial = measure(command, name, timed_s=TIMED_S)
             if not trial.error:
-                measured.setdefault(row, []).append(trial.step_s)
+                measured.setdefault(name, []).append(trial.step_s)
     if missing := [row for row, _ in starts if row not in measured]:
         raise ValueError(f"{model} b{batch}: the row that was chosen, {missing[0]}, did not run again")
     ran = {row: measured[row] for row in predicted if row in measured}
@@ -128,18 +133,6 @@ def _behind(found: Searched, row: str, show: Show) -> Spread:
     rows = [Contender(each, "paceline", each) for each in (row, found.best)]
     duel = fight(found.model, found.batch, rows, DUEL_ROUNDS, DUEL_STEPS.get(found.model, (6, 1)), show)
     return duel.ratio(row, found.best)
-
-
-def _predict(command: list[str], machine: Machine, predicted: dict[str, list[float]]) -> list[str]:
-    """Adds a prediction to each row's, and returns all rows."""
-    profile, unknown = run_profile(command, "exact", planner.MIN_BUDGET_S * planner.PROFILE_SHARE, machine)
-    if profile is None:
-        raise ValueError(f"{' '.join(command[1:])} could not be profiled: {unknown}")
-    rows = [row for row in candidates("exact", machine, profile.facts, planned()) if allowed(row, "exact")]
-    for row in rows:
-        said = predicted_s(row, profile, machine.cores)
-        predicted.setdefault(row, []).extend([said] if said is not None else [])
-    return rows
 
 
 @contextmanager

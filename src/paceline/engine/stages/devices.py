@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from paceline.engine.compute.batch import mapped
 from paceline.engine.node.several_optimizers import members
+from paceline.report.log import log
 
 LISTS = nn.Sequential, nn.ModuleList
 
@@ -33,6 +34,8 @@ def chosen(asked: Sequence[str], own: torch.device, num_stages: int, num_gpus: i
             found = [torch.device(name) for name in asked]
         except RuntimeError as error:
             raise ValueError(f"a pipeline's devices={';'.join(asked)!r}: {str(error).splitlines()[0]}") from None
+        if any(each.type == "cuda" and (each.index or 0) >= num_gpus for each in found):
+            raise ValueError(f"a pipeline's devices={';'.join(asked)!r}, and this process sees {num_gpus} GPUs")
         if len(found) != num_stages:
             raise ValueError(f"a pipeline of {num_stages} stages needs a device each, got devices={';'.join(asked)!r}")
         return found
@@ -100,8 +103,7 @@ def place(model: nn.Module, optimizer: Optimizer, cuts: Sequence[str], devices: 
                         f"{stage} of the pipeline, which have a device each; cut the model elsewhere (at "
                         f"{', '.join(cuts)} now), or use another engine"
                     )
-                if parameter.device != devices[stage]:
-                    _move(parameter, devices[stage], optimizer)
+                _move(parameter, devices[stage], optimizer)
                 nbytes[stage] += parameter.nbytes
             for name, buffer in each.named_buffers(recurse=False):
                 each._buffers[name] = buffer.to(devices[stage])
@@ -112,8 +114,21 @@ def place(model: nn.Module, optimizer: Optimizer, cuts: Sequence[str], devices: 
     )
 
 
+def bring(model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+    """The reverse of `place`, onto one device, where it is large enough."""
+    try:
+        for parameter in model.parameters():
+            _move(parameter, device, optimizer)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)
+    except torch.OutOfMemoryError:
+        log.warning(f"{device} has not enough memory for the whole model, which stays on several devices")
+
+
 def _move(parameter: nn.Parameter, device: torch.device, optimizer: Optimizer) -> None:
-    before = parameter.device
+    if (before := parameter.device) == device:
+        return
     parameter.data = parameter.data.to(device)
     parameter.grad = None
     for one in members(optimizer):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.ddp import shared_sum
+from paceline.ddp import hierarchical
 from paceline.engine.node import local_group
 from paceline.engine.node.local_group import LocalGroupError
 
@@ -20,7 +20,8 @@ CHUNK = 64  # bytes
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(shared_sum, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(hierarchical, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(hierarchical, "GATHERED_BYTES", CHUNK)
 
 
 def on_ranks(size, work, timeout_s=20, machines=()):
@@ -28,7 +29,7 @@ def on_ranks(size, work, timeout_s=20, machines=()):
     store = dist.HashStore()
 
     def run(rank):
-        return work(rank, shared_sum.made(store, rank, machines or [0] * size, timedelta(seconds=timeout_s)))
+        return work(rank, hierarchical.made(store, rank, machines or [0] * size, timedelta(seconds=timeout_s)))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size)))
@@ -55,6 +56,38 @@ def test_sums_are_those_in_closed_form_whatever_their_length_and_however_late_a_
         expected = torch.arange(length) % 7 * size + number % 3 * sum(range(size))
         for sums in everyone:
             assert torch.equal(sums[number], expected.to(dtype))
+
+
+@pytest.mark.parametrize("machines", [[0], [0, 0, 0], [0, 0, 1, 1], [0, 1, 2], [0, 0, 1, 1, 2, 2]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_a_gather_has_every_ranks_values_in_order_also_between_sums(machines, dtype):
+    most = 3 * CHUNK // dtype.itemsize
+
+    def work(rank, together):
+        dice, found = random.Random(rank), []
+        for number, length in enumerate([1, most - 1, most, most + 1, 7] * 4):
+            own = (torch.arange(length).view(-1, 1) % 7 + rank * 10 + number).to(dtype)
+            time.sleep(dice.choice([0, 0, 0.001]))
+            found.append(together.gather(own))
+            total = own.float()
+            together.add(total)
+            assert torch.equal(total, sum(each.float() for each in found[-1]))
+        assert together.gathers
+        return found
+
+    everyone = on_ranks(len(machines), work, machines=machines)
+    for number, gathers in enumerate(zip(*everyone, strict=True)):
+        for gathered in gathers:
+            for rank, each in enumerate(gathered):
+                expected = torch.arange(len(each)).view(-1, 1) % 7 + rank * 10 + number
+                assert torch.equal(each, expected.to(dtype))
+
+
+@pytest.mark.parametrize("machines", [[0, 1, 0], [0, 0, 1], [0, 1, 0, 1]])
+def test_a_machines_ranks_that_lie_apart_or_are_more_than_anothers_do_not_gather(machines):
+    assert on_ranks(len(machines), lambda rank, together: together.gathers, machines=machines) == [False] * len(
+        machines
+    )
 
 
 @pytest.mark.parametrize("machines", [[0, 0], [0, 0, 0], [0, 0, 1, 1], [0, 1, 0]])
