@@ -171,12 +171,26 @@ def test_tensors_of_two_devices_that_meet_outside_of_a_layer_are_told_with_what_
         train(lambda: pipeline.Engine(2, 4, cut="second", devices=ASKED), on(build(Around)), DATA)
 
 
-def test_a_weight_of_two_stages_is_refused_by_name():
+def test_what_the_optimizer_has_from_before_moves_with_its_weight():
+    """Of a fused one its count of steps, too, which others keep on the CPU."""
+    weights = [nn.Parameter(torch.ones(3).to(PLACES[0])) for _ in range(2)]
+    one, other = (torch.optim.Adam([weight]) for weight in weights)
+    for weight, optimizer, place in zip(weights, (one, other), ("cpu", PLACES[0]), strict=True):
+        optimizer.state[weight] = {"step": torch.ones(()).to(place), "exp_avg": torch.ones(3).to(PLACES[0])}
+        optimizer.param_groups[0]["fused"] = optimizer is other
+        devices._move(weight, PLACES[1], optimizer)
+        assert weight.device == optimizer.state[weight]["exp_avg"].device == PLACES[1]
+    assert one.state[weights[0]]["step"].device.index is None
+    assert other.state[weights[1]]["step"].device == PLACES[1]
+
+
+def test_a_weight_of_two_stages_is_refused_by_name_before_anything_moves():
     model = on(build())
     model.again = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
     model.again.weight = model.first.weight
     with pytest.raises(ValueError, match=r"parameter 'weight' of a Linear is used by stages 0 and 1 .*cut the model"):
-        train(lambda: pipeline.Engine(2, 4, cut="second", devices=ASKED), model, DATA)
+        pipeline.Engine(2, 4, cut="second", devices=ASKED).open(model, torch.optim.SGD(model.parameters()), None)
+    assert model.second.weight.device == PLACES[0]
 
 
 GPUS = [torch.device("cuda", index) for index in range(4)]

@@ -94,19 +94,25 @@ def place(model: nn.Module, optimizer: Optimizer, cuts: Sequence[str], devices: 
     """Moves each stage's layers, and what the optimizer holds of them, to its device; says so. Raises ValueError for a
     parameter of two stages."""
     stages, nbytes = dict[int, int](), [0] * len(devices)
-    for stage, module, whole in units(model, cuts):
-        for each in module.modules() if whole else (module,):
-            for name, parameter in each.named_parameters(recurse=False):
-                if stages.setdefault(id(parameter), stage) != stage:
-                    raise ValueError(
-                        f"parameter {name!r} of a {type(each).__name__} is used by stages {stages[id(parameter)]} and "
-                        f"{stage} of the pipeline, which have a device each; cut the model elsewhere (at "
-                        f"{', '.join(cuts)} now), or use another engine"
-                    )
-                _move(parameter, devices[stage], optimizer)
-                nbytes[stage] += parameter.nbytes
-            for name, buffer in each.named_buffers(recurse=False):
-                each._buffers[name] = buffer.to(devices[stage])
+    layers = [
+        (stage, each)
+        for stage, module, whole in units(model, cuts)
+        for each in (module.modules() if whole else (module,))
+    ]
+    for stage, layer in layers:
+        for name, parameter in layer.named_parameters(recurse=False):
+            if stages.setdefault(id(parameter), stage) != stage:
+                raise ValueError(
+                    f"parameter {name!r} of a {type(layer).__name__} is used by stages {stages[id(parameter)]} and "
+                    f"{stage} of the pipeline, which have a device each; cut the model elsewhere (at "
+                    f"{', '.join(cuts)} now), or use another engine"
+                )
+    for stage, layer in layers:
+        for parameter in layer.parameters(recurse=False):
+            _move(parameter, devices[stage], optimizer)
+            nbytes[stage] += parameter.nbytes
+        for name, buffer in layer.named_buffers(recurse=False):
+            layer._buffers[name] = buffer.to(devices[stage])
     percents = [f"{100 * part / sum(nbytes):.0f} %" for part in nbytes]
     lies = ", ".join(f"{percent} on {device}" for percent, device in zip(percents, devices, strict=True))
     return (
@@ -134,8 +140,14 @@ def _move(parameter: nn.Parameter, device: torch.device, optimizer: Optimizer) -
     for one in members(optimizer):
         state: dict[str, Any] = one.state.get(parameter, {})
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.device == before and value.dim():
+            if isinstance(value, Tensor) and value.device == before and (value.dim() or _counts_there(one, parameter)):
                 state[key] = value.to(device)
+
+
+def _counts_there(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+    """Whether the optimizer counts the steps of this parameter on the parameter's device."""
+    groups = [group for group in optimizer.param_groups if any(each is parameter for each in group["params"])]
+    return any(group.get("fused") or group.get("capturable") for group in groups)
 
 
 def follow(model: nn.Module, cuts: Sequence[str], devices: Sequence[torch.device]) -> Iterator[Any]:
