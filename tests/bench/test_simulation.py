@@ -53,10 +53,10 @@ def test_a_schedule_is_a_function_of_its_seed():
 
 
 def test_the_first_faults_leave_out_no_message_no_kind_no_size_and_no_way():
-    """Of undisturbed runs of three steps, in so many even seeds; a hundred thousand seeds have them all."""
+    """Of undisturbed runs of three steps, in so many even seeds; 104,000 seeds have them all."""
     wanted = set(cases())
     assert {size for size, *_ in wanted} == set(range(2, 9))
-    assert len(wanted) == len(cases()) < 50_000  # of which each takes two seeds
+    assert len(wanted) == len(cases()) < 52_000  # of which each takes two seeds
     struck = set()
     for seed in range(0, 2 * len(wanted), 2):
         one = Schedule.of(seed)

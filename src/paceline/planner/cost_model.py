@@ -20,7 +20,7 @@ from paceline.planner.candidates import EngineSpec, split
 from paceline.planner.measure.profile import Profile, Setting
 from paceline.registry import says
 
-STEP_S = 0.8e-3  # batch, snapshot, loss, vote and event log; measured with models whose layers take a few ms
+STEP_S = 0.35e-3  # batch, snapshot, loss, vote and event log, beyond the layers and the update
 THREAD_SYNC_S = 3e-3  # per further replica, a thread of one interpreter: wake-up, and waiting for the GIL
 PROCESS_SYNC_S = 1.2e-3  # processes: wake-up, and waiting for the slowest; measured with layers of a few ms
 CALL_S = 20e-6  # per layer call of each further thread of one interpreter
