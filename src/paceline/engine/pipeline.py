@@ -48,7 +48,7 @@ class Engine(sequential.Engine):
 
     defers_updates, composes = False, True
     counts, micros_per_stage = "stage", 4
-    turn_s = 0.25e-3  # a thread wakes up
+    turn_s = 0.4e-3  # a thread wakes up; of a model whose step takes 1 ms
     # else OpenMP's threads spin after the update, on the cores that the stages need then
     environment: Mapping[str, str] = {"OMP_WAIT_POLICY": "passive"}
 
