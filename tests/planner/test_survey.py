@@ -70,8 +70,8 @@ def test_of_several_limits_the_least_counts(tmp_path, monkeypatch, order):
         ("processes:8", EngineSpec("processes", 8, 1, ())),
         ("processes:4+fused", EngineSpec("processes", 4, 2, ("fused",))),
         ("replicas:16", EngineSpec("replicas", 16, 1, ())),
-        ("pipeline:2", EngineSpec("pipeline", 1, 4, (), 2, 8, 0.25e-3)),
-        ("processes:2/pipeline:2+fused", EngineSpec("processes", 2, 2, ("fused",), 2, 8, 0.25e-3)),
+        ("pipeline:2", EngineSpec("pipeline", 1, 4, (), 2, 8, 0.4e-3)),
+        ("processes:2/pipeline:2+fused", EngineSpec("processes", 2, 2, ("fused",), 2, 8, 0.4e-3)),
     ],
 )
 def test_a_row_is_taken_apart(row, way):
