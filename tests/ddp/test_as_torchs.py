@@ -103,6 +103,7 @@ def test_factors_travel_wherever_they_are_the_whole_gradient(said, case):
 @pytest.mark.parametrize("case", CASES)
 def test_sums_of_one_machine_are_in_shared_memory_unless_a_hook_or_a_compiler_makes_them(said, case):
     assert bool(said[case]["shared"]) == (case != "compiled" and "hook" not in case)
+    assert said[case]["gathers"] or not said[case]["factored"]
 
 
 @pytest.mark.parametrize("case", sorted(SENT_WHOLE))

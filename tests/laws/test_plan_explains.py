@@ -62,6 +62,7 @@ def test_speedup_is_over_the_first_row_by_measurement_where_both_have_one():
     assert [row.speedup for row in rows] == pytest.approx([1, 2, 4])
     half = Candidate("threads:2", predicted_s=0.5)
     base = Candidate("sequential", 1.0, Trial("sequential", 0.8, 0.01))
+    correct([base, half])
     assert [row.speedup for row in choose([base, half])[2]] == pytest.approx([1, 2])
     assert choose([base, Candidate("threads:2")])[2][1].speedup is None
 
@@ -182,6 +183,9 @@ def test_predictions_of_rows_not_run_are_as_far_off_as_those_that_ran():
     ]
     correct(rows)
     assert [one.predicted_s for one in rows] == [1.0, 0.5, 0.5, pytest.approx(0.54), pytest.approx(0.63), None]
+    told = {row.engine: row for row in choose(rows)[2]}
+    assert told["pipeline:2"].speedup == pytest.approx(0.8 / 0.63)
+    assert told["pipeline:2"].reason == "not tried: predicted 40% slower"
     only = [Candidate("threads:2", 0.5)]
     correct(only)
     assert only[0].predicted_s == 0.5

@@ -131,7 +131,7 @@ def test_bars_are_the_plan(whole):
         "sequential": "1.00x<small>1.00x</small>",
         "threads:2": "1.23x<small>1.28x</small>",
         "processes:2": "1.39x<small>1.29x</small>",
-        "stages:2": "<small>0.63x</small>",
+        "stages:2": "<small>0.64x</small>",
     }
     for row in records.PLAN["rows"]:
         assert row["reason"] in text

@@ -8,6 +8,7 @@ the winner of a tie may be slower than the fastest by at most MAX_SLOWDOWN.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,12 +95,9 @@ def _by_prediction(candidates: Sequence[Candidate], level: str, facts: JobFacts 
 
 
 def speedup(one: Candidate, base: Candidate) -> float | None:
-    """From measurements where the candidate was measured; otherwise from the predictions of both."""
-    if one.ran and (base.ran or base.predicted_s):
-        return base.step_s / one.ran.step_s  # so that the speedups have the order of the measured times
-    if one.predicted_s and base.predicted_s:
-        return base.predicted_s / one.predicted_s
-    return None
+    """From what was measured of each, else from its prediction, which `correct` has made comparable."""
+    seconds = one.step_s, base.step_s
+    return base.step_s / one.step_s if all(map(math.isfinite, seconds)) else None
 
 
 def _rejection(one: Candidate, best: Candidate, base: Candidate, level: str) -> str:
@@ -115,9 +113,9 @@ def _rejection(one: Candidate, best: Candidate, base: Candidate, level: str) -> 
     if one.ran:
         error = (one.ran.spread_s + (best.ran.spread_s if best.ran else 0.0)) / best.step_s
         return f"{one.step_s / best.step_s - 1:.0%} slower (± {error:.0%})"
-    if one.predicted_s is None or best.predicted_s is None:
+    if one.predicted_s is None:
         return "not tried: no time left"
-    behind = one.predicted_s / best.predicted_s - 1
+    behind = one.predicted_s / best.step_s - 1
     return f"not tried: predicted {behind:.0%} slower" if behind > 0 else "not tried: no time left"
 
 

@@ -34,13 +34,17 @@ hierarchical.MIN_BYTES, hierarchical.CHUNK_BYTES, hierarchical.GATHERED_BYTES = 
 
 
 class Counted(hierarchical.Hierarchical):
-    """Which counts its sums."""
+    """Which counts its sums and gathers."""
 
-    count = 0
+    count = gathers_made = 0
 
     def add(self, own):
         Counted.count += 1
         super().add(own)
+
+    def gather(self, own):
+        Counted.gathers_made += 1
+        return super().gather(own)
 
 
 hierarchical.Hierarchical = Counted
@@ -197,7 +201,7 @@ def main(folder, network=""):
     said, packed = {}, as_on_a_slow_network() if network else []
     for name, options in ((name, CASES[name]) for name in (PACKED if network else CASES)):
         packed.clear()
-        Counted.count = 0
+        Counted.count = Counted.gathers_made = 0
         theirs = train(Theirs, **options)
         before = torch.get_rng_state()
         ours = train(Ours, **options)
@@ -212,6 +216,7 @@ def main(folder, network=""):
             "buckets": [buckets(ours), buckets(theirs)],
             "packed": packed[:],
             "shared": Counted.count,
+            "gathers": Counted.gathers_made,
             "keys": list(ours.state_dict()) == list(theirs.state_dict()),
             "copies": 0.0
             if options.keys() & {"compiled", "hook", "traced"} or name == "own group"

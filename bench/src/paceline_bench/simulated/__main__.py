@@ -3,6 +3,7 @@
 --seed N                   one, with its whole history
 --count N [--first N]      many; ends with status 1 if a schedule broke a law, and says which seeds
 --seconds S                as many of them as are begun in that time
+--way NAME                 those among them that train so: hybrid, server, diloco, ...
 --waits                    histories in which nodes that fail return: below the minimum and back, all at once, ...
 --processes N              that play them at the same time, each on a core of its own
 --record FOLDER            writes README.md and raw.json there
@@ -23,6 +24,7 @@ import torch
 
 from paceline.launch.machine import survey
 from paceline_bench.simulated.fault_link import CLASSES
+from paceline_bench.simulated.scenarios import WAYS
 from paceline_bench.simulated.simulate import play
 from paceline_bench.simulated.summary import Summary, listed, schedule, tally
 
@@ -34,7 +36,7 @@ below the minimum of nodes.
 EVERY_S = 10.0  # a line of progress
 
 
-def record(folder: Path, found: Summary, command: str, first: int, seconds: float) -> None:
+def record(folder: Path, found: Summary, command: str, first: int, seeds: str, seconds: float) -> None:
     """README.md for people, raw.json for whoever computes with it."""
     machine = survey()
     fired = "\n".join(f"| {kind} | {found.struck[kind]} | {found.fired[kind]} |" for kind in CLASSES)
@@ -42,7 +44,7 @@ def record(folder: Path, found: Summary, command: str, first: int, seconds: floa
     text = f"""# Simulated faults: {found.schedules} schedules, {len(found.violations)} broke a law
 
 Real engine, exchange, loop and data over a link in memory, whose time is virtual and on which a fault strikes at each
-message in turn: what happens is a function of the seed, and the seeds are {first} to {first + found.schedules - 1}.
+message in turn: what happens is a function of the seed, and the seeds are {seeds}.
 
 Numbers of ranks: {listed(found.ranks)}. How they trained: {listed(found.ways)}.
 {found.messages} messages; those who were left met {found.meetings} times; {found.left_out} ranks were alive and might
@@ -76,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float)
+    parser.add_argument("--way", choices=WAYS)
     parser.add_argument("--waits", action="store_true")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--record", type=Path)
@@ -95,18 +98,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             words = f"{so_far.schedules} of {asked.count} schedules, {each:.0f} per second"
             print(words + (broke if so_far.violations else ""), file=sys.stderr)
 
-    found = tally(asked.first, asked.count, asked.processes, asked.seconds, show, asked.waits)
+    found = tally(asked.first, asked.count, asked.processes, asked.seconds, show, asked.waits, asked.way)
     seconds = time.perf_counter() - begin
     print(found)
     print(f"{seconds:.1f} s, {found.schedules / seconds:.0f} schedules per second")
     for seed, said in sorted(found.violations.items())[:20]:
         print(f"seed {seed}: {'; '.join(said)}")
-    if found.schedules < asked.count:
+    if found.schedules < asked.count and not asked.way:
         print(f"the next are those from --first {asked.first + found.schedules} on")
     if asked.record:
         given = sys.argv[1:] if arguments is None else arguments
         command = shlex.join(["python", "-m", "paceline_bench.simulated", *given])
-        record(asked.record, found, command, asked.first, seconds)
+        num_seeds = asked.count if asked.way else found.schedules
+        seeds = f"{asked.first} to {asked.first + num_seeds - 1}"
+        seeds += f", of which these train as {asked.way!r}" if asked.way else ""
+        record(asked.record, found, command, asked.first, seeds, seconds)
     return bool(found.violations)
 
 

@@ -45,11 +45,13 @@ class Summary:
         return Summary(**sums)
 
     @classmethod
-    def of(cls, seeds: Iterable[int], waits: bool = False) -> Summary:
-        """Plays them."""
+    def of(cls, seeds: Iterable[int], waits: bool = False, way: str | None = None) -> Summary:
+        """Plays them, or those that train in one ``way``."""
         tally = cls()
-        for seed in seeds:
-            outcome = play(schedule(seed, waits))
+        for each in (schedule(seed, waits) for seed in seeds):
+            if way and each.way != way:
+                continue
+            seed, outcome = each.seed, play(each)
             if waits:
                 tally.stories[outcome.schedule.story] += 1
                 tally.starts[outcome.num_starts] += 1
@@ -100,8 +102,10 @@ def tally(
     seconds: float | None = None,
     show: Callable[[Summary], None] = lambda so_far: None,
     waits: bool = False,
+    way: str | None = None,
 ) -> Summary:
-    """Seeds from ``first`` on: ``count`` of them, or as many, without a gap, as are begun in so many seconds."""
+    """Seeds from ``first`` on: ``count`` of them, or as many, without a gap, as are begun in so many seconds. ``way``:
+    only those that train so."""
     end = time.monotonic() + (seconds or float("inf"))
     seeds = range(first, first + count)
     parts = (seeds[start : start + PART] for start in range(0, count, PART))
@@ -109,7 +113,7 @@ def tally(
     if processes == 1:
         for part in parts:
             if time.monotonic() < end:
-                show(whole := whole.add(Summary.of(part, waits)))
+                show(whole := whole.add(Summary.of(part, waits, way)))
         return whole
     context = multiprocessing.get_context("spawn")
     cores = context.Queue()
@@ -118,7 +122,7 @@ def tally(
     with ProcessPoolExecutor(processes, context, _begin, (cores,)) as pool:
         while True:
             while len(running) < processes and time.monotonic() < end and (part := next(parts, seeds[:0])):
-                running.add(pool.submit(Summary.of, part, waits))
+                running.add(pool.submit(Summary.of, part, waits, way))
             if not running:
                 return whole
             done, running = wait(running, return_when=FIRST_COMPLETED)

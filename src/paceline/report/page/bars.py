@@ -116,9 +116,12 @@ def _known(value: Any) -> float:
 
 
 def _predicted(candidate: Mapping[str, Any], base: Mapping[str, Any]) -> float:
-    """The ratio of two predictions, in which an error common to all predictions cancels out."""
+    """The ratio of two predictions, in which an error common to all predictions cancels out. That of a candidate which
+    did not run is corrected by those that did, so it is compared with what was measured."""
     seconds = _known(candidate.get("predicted_s"))
-    return (_known(base.get("predicted_s")) or _known(base.get("measured_s"))) / seconds if seconds else 0.0
+    predicted_s, measured_s = _known(base.get("predicted_s")), _known(base.get("measured_s"))
+    ran = _known(candidate.get("measured_s"))
+    return (predicted_s or measured_s if ran else measured_s or predicted_s) / seconds if seconds else 0.0
 
 
 def _gain(candidate: Mapping[str, Any]) -> float:
