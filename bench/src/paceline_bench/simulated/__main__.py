@@ -104,13 +104,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{seconds:.1f} s, {found.schedules / seconds:.0f} schedules per second")
     for seed, said in sorted(found.violations.items())[:20]:
         print(f"seed {seed}: {'; '.join(said)}")
-    if found.schedules < asked.count and not asked.way:
-        print(f"the next are those from --first {asked.first + found.schedules} on")
+    if found.seeds < asked.count:
+        print(f"the next are those from --first {asked.first + found.seeds} on")
     if asked.record:
         given = sys.argv[1:] if arguments is None else arguments
         command = shlex.join(["python", "-m", "paceline_bench.simulated", *given])
-        num_seeds = asked.count if asked.way else found.schedules
-        seeds = f"{asked.first} to {asked.first + num_seeds - 1}"
+        seeds = f"{asked.first} to {asked.first + found.seeds - 1}"
         seeds += f", of which these train as {asked.way!r}" if asked.way else ""
         record(asked.record, found, command, asked.first, seeds, seconds)
     return bool(found.violations)

@@ -25,6 +25,7 @@ class Summary:
     seed."""
 
     schedules: int = 0
+    seeds: int = 0  # looked at: as many, unless only those of one way were played
     ranks: Counter[int] = field(default_factory=Counter)
     ways: Counter[str] = field(default_factory=Counter)
     fired: Counter[str] = field(default_factory=Counter)
@@ -49,6 +50,7 @@ class Summary:
         """Plays them, or those that train in one ``way``."""
         tally = cls()
         for each in (schedule(seed, waits) for seed in seeds):
+            tally.seeds += 1
             if way and each.way != way:
                 continue
             seed, outcome = each.seed, play(each)
