@@ -178,6 +178,15 @@ def test_many_are_recorded(tmp_path, capsys):
     assert "20 schedules" in capsys.readouterr().out
 
 
+def test_those_of_one_way_are_recorded_with_the_seeds_they_are_among(tmp_path):
+    assert main(["--count", "300", "--way", "hybrid", "--record", str(tmp_path)]) == 0
+    played = [seed for seed in range(300) if Schedule.of(seed).way == "hybrid"]
+    assert played
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith(f"# Simulated faults: {len(played)} schedules, 0 broke a law")
+    assert "the seeds are 0 to 299, of which these train as 'hybrid'" in text
+
+
 @pytest.mark.dear
 def test_two_processes_play_what_one_does():
     assert tally(0, 24, processes=2) == Summary.of(range(24))
