@@ -34,7 +34,7 @@ from paceline.report.log import log
 from paceline.report.record import Record
 from paceline.step import buffer_broadcast
 from paceline.step.average import average
-from paceline.step.like_torch import LossValue, logged, missing
+from paceline.step.like_torch import LossValue, as_loss, logged, missing
 from paceline.step.manual_loop import ManualLoop
 from paceline.step.step import ComputeGradient
 from paceline.training import Training
@@ -102,7 +102,7 @@ class Pace:
     @property
     def agreement(self) -> messages.StepOutcome:
         """The outcome of the last step."""
-        return self.run.last
+        return self.training.outcome
 
     @property
     def epoch(self) -> int:
@@ -186,13 +186,13 @@ class Pace:
     @property
     def terms(self) -> dict[str, float]:
         """The global mean of each component of the last step's loss, where the loss is a dict."""
-        return self.training.steps.terms
+        return self.training.read().terms
 
     @property
     def metric(self) -> float | dict[str, float] | None:
         """The metric of `join` over the last step's global batch, from that step's forward pass: a mean, or a dict of
         means; of nodes that average later, this node's. None without a metric, and in your own loop (`backward`)."""
-        found = self.training.steps.metrics
+        found = self.training.read().metrics
         return found[""] if found.keys() == {""} else dict(found) or None
 
     # the step
@@ -200,19 +200,19 @@ class Pace:
     def step(self, batch: Any) -> LossValue:
         """Forward, backward, all-reduce, optimizer step. Returns the mean loss over the global batch, a float.
 
-        ``batch`` comes from `batches`, or contains this process's own samples, in the form of the dataset.
+        ``batch`` comes from `batches`, or contains this process's own samples, in the form of the dataset. Alone on a
+        GPU the loss is waited for where it is used, and an error of this step may be raised by the next.
         Raises LinkError, NotFinite (a FloatingPointError), NoGradient (a RuntimeError), UnlikeOptions (a ValueError),
         CheckpointError once, after the step, where ``save(wait=False)`` could not write, and `Stopped` (a SystemExit)
         after a signal, once a checkpoint is saved.
         """
-        if not isinstance(batch, GlobalBatch):
-            batch = UserBatch(batch, float(self.run.job.batch_size))
+        batch = batch if isinstance(batch, GlobalBatch) else UserBatch(batch, float(self.run.job.batch_size))
         auto_resume.on_step_without_data(self)
-        return LossValue(self.training.step(batch))
+        return as_loss(self.training.step(batch))
 
     def _manual_step(self, batch: GlobalBatch, gradient: ComputeGradient) -> float:
         auto_resume.on_step_without_data(self)
-        loss = self.training.step(batch, gradient)
+        loss = float(self.training.step(batch, gradient))
         self.settle()  # the user's own loop may read weights at any point
         return loss
 
@@ -239,7 +239,7 @@ class Pace:
     @property
     def grad_norm(self) -> float | None:
         """The global norm of the last step's gradient, before clipping; None with overlap="forward"."""
-        return self.engine.norm
+        return self.training.read().engine.norm
 
     def settle(self) -> None:
         """With overlap="forward": waits for the last step's update. Call it before you read weights between steps.

@@ -23,6 +23,7 @@ from paceline.elastic.start import start
 from paceline.elastic.view_change import ViewChangeHandler
 from paceline.engine.checks.own_steps import OwnSteps
 from paceline.engine.compute.precision import Scaler
+from paceline.engine.compute.unread import ReadsLater
 from paceline.engine.node.several_optimizers import separate
 from paceline.environment import LaunchEnvironment
 from paceline.errors import LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
@@ -30,7 +31,7 @@ from paceline.exchange.flow.control import alone
 from paceline.job import Job
 from paceline.launch.signals import HANGUP, RESUME_CODE, SIGNALS, Interrupt, Resume, Stopped
 from paceline.launch.supervise.trained_alone import UNSTEPPED, note, unstepped_text
-from paceline.messages import SUM
+from paceline.messages import SUM, StepOutcome
 from paceline.planner import plan_cache
 from paceline.planner.diagnose.equivalence import EquivalenceRun
 from paceline.planner.measure.stopwatch import Stopwatch
@@ -41,9 +42,11 @@ from paceline.report.log import log
 from paceline.report.status_server import StatusServer, stacks, status
 from paceline.report.step_record import StepRecord
 from paceline.report.stragglers import Stragglers
+from paceline.step.ahead import Ahead
 from paceline.step.average import average
 from paceline.step.forward_state_sync import ForwardStateSync
 from paceline.step.hints import Hints
+from paceline.step.like_torch import UnreadLoss
 from paceline.step.rebalance import Rebalance
 from paceline.step.redistribution import Redistribution
 from paceline.step.replica_sync import ReplicaSync
@@ -109,6 +112,8 @@ class Training:
         self._stragglers = Stragglers(run.record, run.members.peer_status, measured) if members else None
         self.steps = StepRecord(run.record, engine, run.exchange, run.control)
         run.observers = self._observers(started.several, Path(profile_path) if profile_path else None)
+        if isinstance(engine, ReadsLater) and Ahead.serves(run, engine):
+            run.ahead = Ahead(run, engine)
         self._report()
         self._interrupt = self._listen()
         self.watch_join_desk()
@@ -119,8 +124,8 @@ class Training:
             atexit.register(self._log_unstepped)
         if members:
             atexit.register(_leave, run)
-            if run.exchange.overlap == "forward":
-                atexit.register(self._settle_at_exit)
+        if run.exchange.overlap == "forward" or run.ahead:
+            atexit.register(self._settle_at_exit)
         if self.joiner:
             self.joiner.request_position()
         for change in self._changes:
@@ -188,7 +193,7 @@ class Training:
         log.warning(text)
         self.run.record.write("late", step=self.run.num_steps, text=text)
 
-    def step(self, batch: GlobalBatch, gradient: ComputeGradient | None = None) -> float:
+    def step(self, batch: GlobalBatch, gradient: ComputeGradient | None = None) -> float | UnreadLoss:
         run, cursor = self.run, self.run.cursor
         if not self._stepped:
             self._own_steps.refuse()
@@ -216,7 +221,20 @@ class Training:
             cursor.epoch, cursor.next_step = (epoch + 1, 0) if batch.ends_epoch else (epoch, batch.step + 1)
         if vote.stop_signal or vote.launcher_lost:
             self.end(vote.stop_signal or HANGUP)
+        if run.ahead and (loss := run.ahead.loss()) is not None:
+            return loss
         return vote.loss_sum / vote.weight if vote.weight else float("nan")
+
+    def read(self) -> StepRecord:
+        """The record of the steps, once the numbers of the last one have been read. Raises NotFinite, NoGradient."""
+        if self.run.ahead:
+            self.run.settle()
+        return self.steps
+
+    @property
+    def outcome(self) -> StepOutcome:
+        self.read()
+        return self.run.last
 
     _stepped = False
     _unstepped = False  # whether to report at the end that `step` was never called
@@ -318,6 +336,9 @@ class Training:
     def leave(self, reason: str, wait: bool = True) -> Exception | None:
         """Ends all threads and waits for the checkpoint writer. Returns the writer's error, if any."""
         self.over = True
+        if self.run.ahead:
+            with contextlib.suppress(Exception):  # the record has the last step, too
+                self.run.ahead.read()
         self._own_steps.end()
         separate(self.run.job.optimizer)
         if self.wrappers:
@@ -336,8 +357,12 @@ class Training:
 
     def _settle_at_exit(self) -> None:
         if not getattr(sys.excepthook, "failed", False):
-            with contextlib.suppress(LinkError, NotFinite):
+            try:
                 self.run.settle()
+            except (NotFinite, NoGradient) as error:
+                log.error(str(error))
+            except LinkError:
+                pass
 
 
 def _leave(run: RunState) -> None:

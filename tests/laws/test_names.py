@@ -38,7 +38,7 @@ MEANT = {
             "cli/train.py",
             "engine/compute/matmul.py",
             "engine/reproducible.py",
-            "engine/sequential.py",
+            "engine/compute/unread.py",
             "job.py",
             "launch/detach.py",
         ),

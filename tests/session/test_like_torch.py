@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import numbers
+import operator
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from launching import launch
 from paceline.exchange.flow import gather
 from paceline.report import record
 from paceline.report.page.page import write
-from paceline.step.like_torch import INSTEAD
+from paceline.step.like_torch import INSTEAD, UnreadLoss
 
 X, Y = torch.randn(10, 3, generator=torch.Generator().manual_seed(1)), torch.arange(10) % 2
 
@@ -44,6 +46,39 @@ def test_the_loss_of_a_step_is_a_number_that_is_read_as_a_tensor_is(tmp_path):
         loss.backward()
     torch.save({"losses": [loss]}, tmp_path / "losses.pt")
     assert torch.load(tmp_path / "losses.pt", weights_only=True) == {"losses": [loss]}
+
+
+BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge", "eq", "ne"]
+UNARY = [abs, operator.neg, operator.pos, bool, float, int, str, repr, round, math.floor, math.ceil, math.trunc, hash]
+
+
+def test_a_loss_that_is_not_read_is_a_number():
+    times = []
+    loss, value = UnreadLoss(lambda: times.append(1) or 1.25), 1.25
+    assert loss.detach() is loss
+    assert not times
+    assert loss.item() == value
+    assert times == [1]
+    for name in BINARY:
+        operation = getattr(operator, name)
+        assert operation(loss, 2.0) == operation(value, 2.0), name
+        assert operation(2.0, loss) == operation(2.0, value), name
+        assert operation(loss, loss) == operation(value, value), name
+    assert [each(loss) for each in UNARY] == [each(value) for each in UNARY]
+    assert f"{loss:.1f} {loss}" == "1.2 1.25"
+    assert round(loss, 1) == 1.2
+    assert divmod(loss, 1) == (1.0, 0.25)
+    assert sum([loss, loss]) == 2.5
+    assert max(loss, 2) == 2
+    assert math.isfinite(loss)
+    assert isinstance(loss, numbers.Real)
+    assert copy.deepcopy(loss) == value
+    assert loss.cpu() == value
+    assert (torch.ones(2) * loss + loss).tolist() == (loss + torch.ones(2) * loss).tolist() == [2.5, 2.5]
+    assert torch.zeros(1).add_(torch.ones(1), alpha=loss).item() == value
+    assert times == [1]
+    with pytest.raises(RuntimeError, match=r"leave loss\.backward\(\)"):
+        loss.backward()
 
 
 METRICS = {

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +24,7 @@ from paceline.engine.checks.optimizer_options import Options
 from paceline.engine.checks.replaced_layers import Layout
 from paceline.engine.compute import batch as batches
 from paceline.engine.compute import matmul, optimizer_step, rng, state_store
-from paceline.engine.compute.batch import Awaited, awaited, mapped, split
+from paceline.engine.compute.batch import mapped, split
 from paceline.engine.compute.deferred_update import DeferredUpdate
 from paceline.engine.compute.forward_state import Moving, copies
 from paceline.engine.compute.gradient_hooks import Pass
@@ -35,6 +34,7 @@ from paceline.engine.compute.loss_divisor import Means, labels_of
 from paceline.engine.compute.optimizer_step import Factored, finish, laid_out_as, optimizer_takes_factors
 from paceline.engine.compute.precision import Numerics
 from paceline.engine.compute.sync_batch_norm import SyncBatchNorm
+from paceline.engine.compute.unread import ReadsLater, StepNumbers
 from paceline.engine.node.divided_optimizer import DividedOptimizer
 from paceline.engine.node.in_step_reduce import InStepReduce
 from paceline.messages import FACTORS, Gradient, RowRange, Update, Vote
@@ -47,7 +47,7 @@ AUXILIARY = (
 HASH_STEPS = 1000  # in which the checksums have covered every value
 
 
-class Engine(contract.Engine):
+class Engine(ReadsLater):
     """Accepted batches and losses: `engine/compute/batch.py`."""
 
     defers_updates, planned = True, True
@@ -159,29 +159,20 @@ class Engine(contract.Engine):
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
         start, batch = time.perf_counter(), batches.filled(batch)
         self._check_parameters()
-        vote, measured = Vote(), batches.Measured()
-        # read after backward: a GPU has got its work by then
-        losses, weights, terms = list[Awaited](), list[Awaited | float](), list[dict[str, Awaited]]()
+        vote, numbers = Vote(), StepNumbers()
         if self._keeps:
             self._inputs.capture(batch)
 
         def compute(part: Any) -> Tensor:
             with self._sync_norms(), self._deferred.reading():
-                part, output, (value, times, weight, named) = self._judged(part, num_rows)
-            losses.append(Awaited(value, awaited(times)))
-            weights.append(awaited(weight))
+                part, output, found = self._judged(part, num_rows)
+            value, times, *_ = found
             if self._norms and not value.requires_grad:  # the other processes wait for its sums in backward
                 raise without_gradient()
-            if terms and tuple(named) != self.terms[0]:
-                raise ValueError(
-                    f"the loss gave the parts {', '.join(named) or 'none'} of one micro-batch and "
-                    f"{', '.join(self.terms[0]) or 'none'} of another; give the same everywhere, with 0 for a part "
-                    f"that is missing"
-                )
-            terms.append(named)
-            self.terms = tuple(named), self.terms[1]
+            numbers.put(found)
+            self.terms = numbers.names, self.terms[1]
             if self.metric:
-                measured.put(self.metric(output, batches.target(self.metric, part)), part, num_rows)
+                numbers.measured.put(self.metric(output, batches.target(self.metric, part)), part, num_rows)
             factor = times * scale
             return value if not isinstance(factor, Tensor) and factor == 1.0 else value * factor
 
@@ -198,18 +189,18 @@ class Engine(contract.Engine):
             if batch is None:
                 self.wait_pending()  # as processes with rows do: all raise its errors at the same place
             state = self.backward.run(forms, offer, *(partial(next_part, part) for part in parts))
-            vote.metric_sum = measured.total()
+            if not self.reads_later:  # after backward: a GPU has got its work by then
+                self.read(vote, numbers)
         self.moving.end()
         self.local_step.check_step(self.moving)
-        vote.loss_sum, vote.weight = sum(map(float, losses), start=0.0), sum(map(float, weights), start=0.0)
-        sums = tuple(sum(map(float, column)) for column in zip(*(each.values() for each in terms), strict=True))
-        vote.terms, names, why = measured.after(sums)
-        self.terms = self.terms[0], names or self.terms[1]
-        self.hint = why or self.local_step.found() or self.hint
+        self.hint, self.numbers = self.local_step.found() or self.hint, numbers
         if self._keeps:
             self._inputs.check()
-        vote.finite = math.isfinite(vote.loss_sum)
         return self._voted(vote, state, start)
+
+    def read(self, vote: Vote, numbers: StepNumbers) -> None:
+        names, why = numbers.read(vote)
+        self.terms, self.hint = (self.terms[0], names or self.terms[1]), why or self.hint
 
     def _split(self, batch: Any, parts: int) -> list[Any]:
         parts *= self.local_step.num_micros
@@ -290,10 +281,13 @@ class Engine(contract.Engine):
 
     def _apply(self, update: Update) -> tuple[bool, float | None]:
         """(whether these gradients were applied, their norm)."""
-        used, rule = dict(zip(self.names, update.used, strict=True)), update.rule
         if self._divided and self._is_divided:
-            return self._divided.apply(update, used)
-        dense: list[Tensor] = []
+            return self._divided.apply(update, dict(zip(self.names, update.used, strict=True)))
+        scaled = update.rule.scale != 1.0 or update.rule.clip is not None
+        return finish(*self.placed(update, scaled), self.optimizer, update.rule, lambda total: total)
+
+    def placed(self, update: Update, scaled: bool) -> tuple[list[Tensor], list[Factored]]:
+        used, dense = dict(zip(self.names, update.used, strict=True)), list[Tensor]()
         factored: list[Factored] = []
         for gradient in update.gradients:
             if gradient.output_grad is not None and gradient.layer_input is not None:
@@ -306,9 +300,9 @@ class Engine(contract.Engine):
                 parameter = self.backward.parameters[name]
                 parameter.grad = laid_out_as(parameter, grad) if used[name] else None
                 dense.append(parameter)
-        if (rule.scale != 1.0 or rule.clip is not None) and any(each.grads is not None for each in update.gradients):
+        if scaled and any(each.grads is not None for each in update.gradients):
             optimizer_step.separate(dense, factored)  # gradients that were not all-reduced are in autograd's memory
-        return finish(dense, factored, self.optimizer, rule, lambda total: total)
+        return dense, factored
 
     def _by_factors(
         self, parameter: Tensor, left: Tensor, right: Tensor, dense: list[Tensor], factored: list[Factored]

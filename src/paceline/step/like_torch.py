@@ -1,13 +1,15 @@
 """What loops written for torch do with a loss, what to write instead of names that other libraries' handles have.
 
 The loss of a step is a number, since backward and the update are done. It has the methods by which loops read a tensor.
+Alone on a GPU it is read where it is used, as a tensor would be.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Any, NoReturn
+import numbers
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -72,6 +74,67 @@ class LossValue(float):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return torch.tensor(float(self), dtype=torch.float64).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _read_first(name: str) -> Callable[..., Any]:
+    def method(self: UnreadLoss, *others: Any) -> Any:
+        return getattr(self.item(), name)(*map(_value, others))
+
+    return method
+
+
+def _value(argument: Any) -> Any:
+    return argument.item() if isinstance(argument, UnreadLoss) else argument
+
+
+class UnreadLoss:
+    """The mean loss of a step that a GPU still computes. It is waited for where it is used as a number: `LossValue`."""
+
+    def __init__(self, read: Callable[[], float]):
+        self._read = read
+        self._value: float | None = None
+
+    def item(self) -> float:
+        if self._value is None:
+            self._value = self._read()
+        return self._value
+
+    def detach(self) -> UnreadLoss:
+        return self
+
+    def cpu(self) -> LossValue:
+        return LossValue(self.item())
+
+    def __float__(self) -> float:
+        return self.item()
+
+    backward = LossValue.backward
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Among the arguments of torch's functions it is a number, too."""
+        return func(*map(_value, args), **{name: _value(each) for name, each in (kwargs or {}).items()})
+
+    def __copy__(self) -> UnreadLoss:
+        return self
+
+    def __deepcopy__(self, _: Any) -> UnreadLoss:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.cpu().__reduce_ex__(protocol)
+
+
+READ = "abs add bool ceil divmod eq floor floordiv format ge gt hash int le lt mod mul ne neg pos pow radd repr "
+READ += "rdivmod rfloordiv rmod rmul round rpow rsub rtruediv str sub truediv trunc"
+for each in (f"__{name}__" for name in READ.split()):
+    setattr(UnreadLoss, each, _read_first(each))
+numbers.Real.register(UnreadLoss)
+
+
+def as_loss(loss: float | UnreadLoss) -> LossValue:
+    """What a step returns."""
+    return cast(LossValue, loss) if isinstance(loss, UnreadLoss) else LossValue(loss)
 
 
 def logged(name: str, value: Any) -> float:

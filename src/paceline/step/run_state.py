@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.contract import Codec, Engine, Exchange
 from paceline.data.batches import Cursor
@@ -12,7 +12,7 @@ from paceline.data.load_balance import Limits, LoadBalancer
 from paceline.data.sampler import Assignment
 from paceline.engine.compute.precision import Scaler
 from paceline.environment import LaunchEnvironment
-from paceline.errors import NotFinite
+from paceline.errors import NoGradient, NotFinite
 from paceline.job import Job
 from paceline.messages import Decision, StepOutcome
 from paceline.report.activity import Activity
@@ -20,6 +20,9 @@ from paceline.report.record import Record
 from paceline.report.step_observer import StepObserver
 from paceline.step.kept_objects import KeptObjects
 from paceline.transport import Control, Link, Membership
+
+if TYPE_CHECKING:
+    from paceline.step.ahead import Ahead
 
 
 @dataclass
@@ -31,7 +34,7 @@ class RunState:
     only one process may do; ``kept``: objects of the script that are saved, too; ``speaks``: reports errors that all
     processes raise. ``watched``: by a trial, a profile or a comparison, which do not change the user's run. ``clip``:
     the global norm. ``stop_signal``: a signal received, and ``launcher_lost``: no connection to the launcher: both end
-    the training after the step in which all learn of it.
+    the training after the step in which all learn of it. ``ahead``: reads the numbers of a step later.
     """
 
     job: Job
@@ -67,6 +70,7 @@ class RunState:
     kept: KeptObjects = field(default_factory=KeptObjects)
     last: StepOutcome = field(default_factory=lambda: StepOutcome(Decision.COMMIT))
     interrupted: bool = False  # a step began, and was neither committed nor rolled back
+    ahead: Ahead | None = None
     fixed_s: float = 0.0  # of the last step: the part that does not depend on its rows
 
     @property
@@ -81,9 +85,11 @@ class RunState:
         return rows
 
     def settle(self) -> None:
-        """Waits for an update that is not applied yet. Raises NotFinite, LinkError."""
+        """Waits for an update that is not applied, or not read, yet. Raises NotFinite, NoGradient, LinkError."""
         try:
+            if self.ahead:
+                self.ahead.read()
             self.engine.wait_pending()
-        except NotFinite as error:
-            error.reported = not self.speaks  # type: ignore[attr-defined]
+        except (NotFinite, NoGradient) as error:
+            error.reported = not self.speaks  # type: ignore[union-attr]
             raise

@@ -8,7 +8,8 @@ update     COMMIT: normalise once, clip, optimizer step, scheduler step. RETRY, 
 average    with an exchange that does not synchronise on every step: the average of all weights, every k steps
 
 Observers are called at each of these. With overlap="forward" the engine defers the update until the next step reads the
-weights. The step uses engine, exchange, link and codec through their interfaces, and names no implementation.
+weights. Alone on a GPU, the numbers of a step are read while the next is computed (`step/ahead.py`). The step uses
+engine, exchange, link and codec through their interfaces, and names no implementation.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ def step(run: RunState, batch: GlobalBatch, gradient: ComputeGradient | None = N
     for each in run.observers if gradient is None else ():
         batch = each.reads(batch, own=False)
     start, spent, sent_bytes = time.perf_counter(), dict[str, float](), run.link.sent_bytes
+    ahead = run.ahead if run.ahead and run.ahead.begins(own=gradient is not None) else None
     run.activity.begin(run.num_steps)
     try:
         outcome, snapshot = _commit(run, batch, gradient or run.engine.gradient, spent)
         begin = time.perf_counter()
-        update(run, batch, outcome, snapshot)
+        (ahead.update if ahead else update)(run, batch, outcome, snapshot)
         run.fixed_s = time.perf_counter() - begin
         average(run, now=run.control.tolerates_loss and batch.ends_epoch)
         for each in run.observers:
@@ -54,7 +56,9 @@ def step(run: RunState, batch: GlobalBatch, gradient: ComputeGradient | None = N
     sent_bytes = run.link.sent_bytes - sent_bytes
     run.last, run.num_steps = outcome, run.num_steps + 1
     summary = StepSummary(run.num_steps - 1, batch, outcome, seconds, spent, sent_bytes, facts)
-    for each in run.observers:
+    if ahead:
+        ahead.ends(summary)  # the summary of the step before
+    for each in run.observers if not ahead else ():
         each.ends(summary)
     return outcome
 

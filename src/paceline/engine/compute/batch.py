@@ -140,15 +140,20 @@ def split(batch: Any, parts: int, least: int = 1) -> list[Any]:
     return [cut(batch, start, stop, rows) for start, stop in pairwise(edges)]
 
 
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether its numbers are computed while Python goes on."""
+    return tensor.is_cuda
+
+
 class Awaited:
     """A number as it is now, times a factor: 0 where the factor is 0, whatever the number. `float` waits for the GPU
     that computes it, and for nothing after it."""
 
     def __init__(self, value: Tensor, times: Awaited | float = 1.0):
         self._times, self._copied = times, None
-        if value.is_cuda:
-            self._number: Tensor | float = value.detach().to("cpu", non_blocking=True)
-            self._copied = torch.cuda.current_stream(value.device).record_event()
+        if on_gpu(value):
+            self._number: Tensor | float = value.detach().to("cpu", non_blocking=True, copy=True)
+            self._copied = torch.cuda.current_stream(value.device).record_event() if value.is_cuda else None
         else:
             self._number = float(value.detach())
 
@@ -256,7 +261,7 @@ class Measured:
 
     def put(self, found: Any, batch: Any, rows: int | None) -> None:
         """As `add`; numbers on a GPU are added at `total`."""
-        if not any(leaf.is_cuda for leaf in leaves(found)):
+        if not any(map(on_gpu, leaves(found))):
             self._total += self.add(found, batch, rows)
             return
 
@@ -303,7 +308,7 @@ class Measured:
 
 def _is_late(tensor: Tensor) -> bool:
     """Whether `float` of it waits for a GPU."""
-    return tensor.is_cuda and not torch.is_anomaly_enabled()
+    return on_gpu(tensor) and not torch.is_anomaly_enabled()
 
 
 def _is_number(value: Any) -> bool:

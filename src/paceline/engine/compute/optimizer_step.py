@@ -97,8 +97,8 @@ def step_if_finite(
     if rule.check and norm is not None and not math.isfinite(norm):
         return False, norm
     grads, factor = [p.grad for p in dense if p.grad is not None], _factor(rule, norm)
-    for alike in _alike(grads) if factor != 1.0 else ():
-        torch._foreach_mul_(alike, factor)
+    for some in alike(grads) if factor != 1.0 else ():
+        torch._foreach_mul_(some, factor)
     own_steps.step(optimizer)
     return True, norm
 
@@ -142,9 +142,8 @@ def square_norm(grads: Sequence[Tensor], factored: Sequence[Factored] = ()) -> f
     """Of all of these, added up in the same order in every process, on whatever devices each has them. A GPU is waited
     for once per type."""
     norms: dict[int, float] = {}
-    for alike in _alike(grads):
-        wide = torch.float32 if alike[0].itemsize < 4 else None
-        norms |= zip(map(id, alike), _read(torch._foreach_norm(alike, 2, wide)), strict=True)
+    for some in alike(grads):
+        norms |= zip(map(id, some), _read(norms_of(some)), strict=True)
     total = 0.0
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
         for grad in grads:
@@ -152,12 +151,18 @@ def square_norm(grads: Sequence[Tensor], factored: Sequence[Factored] = ()) -> f
     return total + sum(_read([one.square_norm() for one in factored]))
 
 
-def _alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Those of one type and device together."""
     found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for each in tensors:
         found.setdefault((each.dtype, each.device), []).append(each)
     return list(found.values())
+
+
+def norms_of(grads: list[Tensor]) -> Sequence[Tensor]:
+    """Each one's, of one type; of 16-bit values in fp32, where the squares neither overflow nor underflow."""
+    found: Sequence[Tensor] = torch._foreach_norm(grads, 2, torch.float32 if grads[0].itemsize < 4 else None)
+    return found
 
 
 def _read(numbers: Sequence[Tensor]) -> list[float]:
