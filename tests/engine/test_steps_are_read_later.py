@@ -118,6 +118,7 @@ def cosine(optimizer):
     [
         ("mean", None, None, False),
         ("mean", 0.05, cosine, True),
+        ("mean", 1e3, None, True),
         ("pair", 0.05, None, False),
         ("parts", None, cosine, 0),
     ],
@@ -205,6 +206,12 @@ def same(one, other):
 
 BAD = {
     "loss": (lambda x, y: (x * math.nan, y), F.cross_entropy, NotFinite, r"the loss is not finite at step 3"),
+    "value": (
+        lambda x, y: (x, y),
+        lambda output, y: F.cross_entropy(output, y) + (math.inf if BAD["now"] else 0.0),
+        NotFinite,
+        "the loss is not finite at step 3",
+    ),
     "gradient": (
         lambda x, y: (x, y),
         lambda output, y: F.cross_entropy(output, y) + ((0 * output.sum()).sqrt() if BAD["now"] else 0),
@@ -227,7 +234,10 @@ ASKS = {
     "norm": lambda pace, loss, batch: pace.grad_norm,
     "evaluate": lambda pace, loss, batch: pace.evaluate(TensorDataset(*batch)),
     "save": lambda pace, loss, batch: pace.save(),
-    "own": lambda pace, loss, batch: (pace.backward(batch[0].sum() * 0), pace.update()),
+    "own": lambda pace, loss, batch: (
+        pace.backward(F.cross_entropy(pace.job.model(batch[0]), batch[1])),
+        pace.update(),
+    ),
     "close": lambda pace, loss, batch: pace.close(),
 }
 
@@ -253,15 +263,12 @@ def test_a_step_that_is_refused_changes_nothing(tmp_path, monkeypatch, kind, bad
         pace.step(batch)
     assert pace.agreement.vote.weight == ROWS
     before = everything(model, optimizer, pace, made)
-    monkeypatch.setitem(BAD, "now", bad == "gradient")
+    monkeypatch.setitem(BAD, "now", bad in ("value", "gradient"))
     given = pace.step(change(*batches[3]))
     assert isinstance(given, UnreadLoss)
     monkeypatch.setitem(BAD, "now", 0)
     with pytest.raises(error, match=text):
         ASKS[asks](pace, given, batches[4])
-    if asks == "own":
-        pace.close()
-        return  # a step of one's own had begun
     same(before, everything(model, optimizer, pace, made))
     assert list(tmp_path.glob("**/step-*")) == []
     for batch in batches[3:] if asks != "close" else ():
@@ -275,6 +282,34 @@ def test_a_step_that_is_refused_changes_nothing(tmp_path, monkeypatch, kind, bad
     assert all(
         torch.equal(a, b) for a, b in zip(model.state_dict().values(), wanted.state_dict().values(), strict=True)
     )
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+def test_a_first_step_is_refused_at_once(kind):
+    """Torch's fused optimizers would leave a first momentum of whatever the memory held."""
+    model, optimizer, pace = joined(kind)
+    batches = data()
+    x, y = batches[0]
+    with pytest.raises(NotFinite, match="the loss is not finite at step 0"):
+        pace.step((x * math.nan, y))
+    assert not any(optimizer.state.values())
+    with pace:
+        for batch in batches:
+            pace.step(batch)
+    assert distance(model, plain(kind, "mean", None, None, batches)[0]) < 1e-12
+
+
+def test_a_step_before_an_error_of_the_script_is_recorded(tmp_path):
+    def train():
+        _, _, pace = joined(folder=tmp_path)
+        with pace:
+            for batch in data():
+                pace.step(batch)
+            raise KeyError("of the script")
+
+    with pytest.raises(KeyError):
+        train()
+    assert [each["step"] for each in record.read(tmp_path) if each["event"] == "step"] == list(range(STEPS))
 
 
 def test_the_record_has_each_step_once_and_in_order(tmp_path, monkeypatch):
