@@ -238,6 +238,7 @@ ASKS = {
         pace.backward(F.cross_entropy(pace.job.model(batch[0]), batch[1])),
         pace.update(),
     ),
+    "another": lambda pace, loss, batch: (pace.job.optimizer.param_groups[0].update(foreach=True), pace.step(batch)),
     "close": lambda pace, loss, batch: pace.close(),
 }
 
@@ -269,6 +270,7 @@ def test_a_step_that_is_refused_changes_nothing(tmp_path, monkeypatch, kind, bad
     monkeypatch.setitem(BAD, "now", 0)
     with pytest.raises(error, match=text):
         ASKS[asks](pace, given, batches[4])
+    pace.job.optimizer.param_groups[0]["foreach"] = None
     same(before, everything(model, optimizer, pace, made))
     assert list(tmp_path.glob("**/step-*")) == []
     for batch in batches[3:] if asks != "close" else ():
