@@ -167,14 +167,19 @@ def _literals(definition: ast.ClassDef) -> dict[str, Any]:
 
 
 def module(room: str, name: str) -> Any:
-    """The plug-in's module. Raises ValueError with the known names and the most similar one."""
+    """The plug-in's module. Raises ValueError as `refuse_unknown`."""
     name = current(room, name)
-    if _source(room, name) is None:
+    refuse_unknown(room, name)
+    ours = f"paceline.{PLACES.get(room, room)}.{name}"
+    return importlib.import_module(ours if name in _ours(room) else _installed(room)[name][0])
+
+
+def refuse_unknown(room: str, name: str) -> None:
+    """Raises ValueError with the known names and the most similar one."""
+    if _source(room, name) is None and not _own(room, name):
         close = difflib.get_close_matches(name, names(room), n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"no {room.removesuffix('s')} named {name!r}; known: {', '.join(names(room))}{hint}")
-    ours = f"paceline.{PLACES.get(room, room)}.{name}"
-    return importlib.import_module(ours if name in _ours(room) else _installed(room)[name][0])
 
 
 def find(room: str, name: str, *args: Any, **options: Any) -> Any:

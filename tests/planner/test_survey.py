@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from paceline.cli.plan import _words
+from paceline.cli.prepare import check_configuration
 from paceline.engine.node import cgroup_limits as quota_
 from paceline.launch.machine import Machine, memory_bytes, survey
 from paceline.planner.candidates import (
@@ -21,6 +23,7 @@ from paceline.planner.candidates import (
     needed_bytes,
     split,
 )
+from paceline.planner.plan_file import Plan
 
 ENGINES = ("sequential", "threads", "replicas", "processes")
 IMAGES = JobFacts(rows=32, images=True, can_fuse=True)
@@ -82,7 +85,7 @@ def test_a_row_is_taken_apart(row, way):
     "row", ["", "+bf16", "threads:0", "threads:two", "threads:2+", "threads:2+half", "a b", "processes:2/threads:2"]
 )
 def test_what_is_no_row_is_told_the_words(row):
-    with pytest.raises(ValueError, match=r"not of the form ENGINE.*options: bf16"):
+    with pytest.raises(ValueError, match=r"not of the form ENGINE.*options after a \+: bf16"):
         split(row, 8)
 
 
@@ -96,6 +99,35 @@ def test_candidates_begin_with_the_baseline_and_fit_the_cores(cores):
     for way in (split(row, cores) for row in found):
         assert way.copies * way.threads <= cores
         assert way.copies <= IMAGES.rows
+
+
+@pytest.mark.parametrize(
+    ("row", "has"),
+    [
+        ("pipeline:2,micros=3", (1, 2, 3)),
+        ("pipeline:2,schedule=gpipe,cut=features.3", (1, 2, 8)),
+        ("pipeline:2,devices=cuda:0;cuda:2", (1, 2, 8)),
+        ("processes:2/pipeline:2,micros=6+bf16", (2, 2, 6)),
+        ("paceline.engine.threads:Engine:2", (1, 1, 1)),
+    ],
+)
+def test_a_row_may_have_options_of_its_engine_or_be_a_class(row, has):
+    """Story: training started with them, and a plan file, a run's folder and `paceline train` refused them."""
+    spec = split(row, 4)
+    assert (spec.copies, spec.stages, spec.micros) == has
+    assert Plan.from_toml(Plan(row).to_toml()).chosen == row
+    assert check_configuration(row) == row
+
+
+def test_rows_are_divided_between_and_not_within_them():
+    assert _words("sequential, pipeline:2,micros=4,cut=1 threads:2,processes:2") == [
+        *("sequential", "pipeline:2,micros=4,cut=1", "threads:2", "processes:2")
+    ]
+
+
+def test_an_unknown_engine_is_no_row_of_a_plan():
+    with pytest.raises(ValueError, match=r"no engine named 'pipelin'; known: .*did you mean 'pipeline'"):
+        split("pipelin:2", 2)
 
 
 def test_words_are_offered_only_where_they_can_matter():

@@ -157,8 +157,15 @@ ONE_AT_A_TIME = threading.Lock()
 
 def build(kind: Callable[[], nn.Module] = Plain, dtype: torch.dtype = torch.float64) -> nn.Module:
     with ONE_AT_A_TIME:  # ranks are threads, and draw from one generator
-        torch.manual_seed(7)
-        return kind().to(DEVICE, dtype)
+        while True:
+            one, other = _seeded(kind), _seeded(kind)  # unlike where a rank that trains already has drawn meanwhile
+            if all(map(torch.equal, one.state_dict().values(), other.state_dict().values())):
+                return one.to(DEVICE, dtype)
+
+
+def _seeded(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(7)
+    return kind()
 
 
 def rows(count: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

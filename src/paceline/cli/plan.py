@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -118,7 +119,8 @@ def plan(
 
 
 def _words(text: str | None) -> list[str]:
-    return (text or "").replace(",", " ").split()
+    """Separated by spaces or commas; a comma before an option of an engine separates nothing."""
+    return [word for word in re.split(r"\s+|,(?!\w+=)", text or "") if word]
 
 
 def _reached(hosts: str | None, ssh_command: str, of_one_machine: bool) -> tuple[str | None, str]:

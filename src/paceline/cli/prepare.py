@@ -83,7 +83,7 @@ def check_configuration(text: str) -> str:
         raise ValueError(f"there is no plan file {text!r}; write one with: paceline plan --out {text}")
     with contextlib.suppress(ValueError):  # the common case avoids the import of torch, which takes seconds
         spec = split(text, 1)
-        if spec.engine in registry.names("engine") and len({*ROUNDED} & {*spec.words}) < 2:
+        if "=" not in text and spec.engine in registry.names("engine") and len({*ROUNDED} & {*spec.words}) < 2:
             return text
     from paceline.engine.compute.precision import parse_row
 

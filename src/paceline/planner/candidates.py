@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from paceline.launch.machine import Machine
-from paceline.registry import BASELINE, PROCESSES, current, names, says
+from paceline.registry import BASELINE, PROCESSES, current, heads, names, refuse_unknown, says
 
 ROUNDED = ("bf16", "fp16")
 WORDS = (*ROUNDED, "channels_last", "fused", "compile")
@@ -80,31 +80,46 @@ class EngineSpec:
 
 def split(candidate: str, cores: int) -> EngineSpec:
     """Parses a configuration. Raises ValueError for an invalid one."""
-    head, *words = current("engine", candidate).split("+")
-    parts = [part.partition(":") for part in head.split("/")]
+    present = current("engine", candidate)
+    words, parts = present.split("+")[1:], [(name, *_arguments(given)) for name, given in heads(present)]
     unknown = [word for word in words if word not in WORDS]
     if (
         unknown
-        or not all(name.isidentifier() and (not count or (count.isdigit() and int(count))) for name, _, count in parts)
+        or not all(_is_name(name) and (not count or (count.isdigit() and int(count))) for name, count, _ in parts)
         or (parts[1:] and not (says("engine", parts[0][0], "starts_processes") and len(parts) == 2))
         or not all(says("engine", name, "composes") for name, *_ in parts[1:])
     ):
         raise ValueError(
-            f"configuration {candidate!r} is not of the form ENGINE[:k][/ENGINE:k][+option...], as in "
-            f"'{PROCESSES}:2+channels_last'; options: {', '.join(WORDS)}"
-            + (f"; unknown: {', '.join(unknown)}" if unknown else "")
+            f"configuration {candidate!r} is not of the form ENGINE[:k][,option=value...][/ENGINE:k][+option...], as "
+            f"in '{PROCESSES}:2+channels_last', ENGINE a name or package.module:Class; options after a +: "
+            f"{', '.join(WORDS)}" + (f"; unknown: {', '.join(unknown)}" if unknown else "")
         )
+    for name, *_ in parts:
+        refuse_unknown("engine", name)
     copies = stages = micros = 1
     threads, turn_s = 0, 0.0
-    for name, _, count in parts:
+    for name, count, options in parts:
         counts = says("engine", name, "counts")
         k = int(count) if count else {"": 1, "thread": cores}.get(counts, 2)
         copies *= k if counts == "copy" else 1
         if counts == "stage" and k > 1:
-            stages, micros, turn_s = k, says("engine", name, "micros_per_stage") * k, says("engine", name, "turn_s")
+            given = options.get("micros", "")
+            micros = int(given) if given.isdigit() and int(given) else says("engine", name, "micros_per_stage") * k
+            stages, turn_s = k, says("engine", name, "turn_s")
         threads = threads or {"copy": 0, "stage": 0, "share": cores}.get(counts, k)
     threads = threads or max(1, cores // (copies * stages))
     return EngineSpec(parts[0][0], copies, threads, tuple(words), stages, micros, turn_s)
+
+
+def _arguments(given: str) -> tuple[str, dict[str, str]]:
+    """(the count, the options) of an engine: "2,micros=8" is ("2", {"micros": "8"})."""
+    words = [word.partition("=") for word in given.split(",") if word]
+    return ",".join(key for key, equals, _ in words if not equals), {k.strip(): v for k, equals, v in words if equals}
+
+
+def _is_name(engine: str) -> bool:
+    """That of an engine, or package.module:Class."""
+    return all(part.isidentifier() for part in engine.replace(":", ".").split("."))
 
 
 def fidelity(candidate: str, facts: JobFacts | None = None) -> str:
