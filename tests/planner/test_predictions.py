@@ -46,7 +46,7 @@ def test_a_prediction_is_the_sum_of_the_parts(row, seconds):
     assert predicted_s(row, MADE_UP, 2) == pytest.approx(seconds + STEP_S)
 
 
-@pytest.mark.parametrize("row", ["threads:2+compile", "threads:2+channels_last", "stages:2", "processes:2"])
+@pytest.mark.parametrize("row", ["threads:2+compile", "threads:2+channels_last", "processes:2"])
 def test_what_a_profile_cannot_tell_is_not_predicted(row):
     assert predicted_s(row, MADE_UP, 4) is None
 
