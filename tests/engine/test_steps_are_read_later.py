@@ -4,6 +4,7 @@ import contextlib
 import math
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -284,6 +285,17 @@ def test_a_step_that_is_refused_changes_nothing(tmp_path, monkeypatch, kind, bad
     assert all(
         torch.equal(a, b) for a, b in zip(model.state_dict().values(), wanted.state_dict().values(), strict=True)
     )
+
+
+def test_losses_that_are_kept_keep_no_batch():
+    _, _, pace = joined()
+    with pace:
+        batches, losses = data(), []
+        seen = [weakref.ref(x) for x, _ in batches]
+        while batches:
+            losses.append(pace.step(batches.pop(0)))
+        del losses[0]
+        assert [each() is None for each in seen] == [True] * (STEPS - 1) + [False]  # the last one is not read
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])

@@ -1,7 +1,7 @@
-"""One process alone on a GPU: the next step begins before the numbers of this one are read.
+"""Asynchronous steps of one process alone on a GPU: the next one begins before the numbers of this one are read.
 
 The host gives the GPU a whole step, its update too, and only then waits for the step before, whose loss, weight and
-norm it reads. So the GPU always has work, as in a loop that reads no loss.
+norm it reads. So no synchronisation leaves the GPU without work, as in a loop that reads no loss.
 
 A step that must be refused raises in the next `step`, or where its numbers are asked for before: the loss, the metric,
 `save`, `evaluate`, `close`. Neither it nor the step that was given to the GPU after it has changed anything then.
@@ -35,7 +35,6 @@ WAIT: tuple[type[StepObserver], ...] = StepRecord, Rebalance, Hints  # observers
 class Unread:
     """A step whose numbers are not read. ``back``: returns the run to where the step began, all but the weights."""
 
-    number: int
     batch: GlobalBatch
     outcome: StepOutcome
     snapshot: Any
@@ -89,7 +88,7 @@ class Ahead:
         if schedule:
             schedule.step()
         outcome.gradients = []
-        self._begun = Unread(run.num_steps, batch, outcome, snapshot, numbers, norm, back)
+        self._begun = Unread(batch, outcome, snapshot, numbers, norm, back)
 
     def ends(self, summary: StepSummary) -> None:
         """The step is given to the GPU. Reads the one before; raises NotFinite and NoGradient of it."""
@@ -121,13 +120,13 @@ class Ahead:
 
     def loss(self) -> UnreadLoss | None:
         """Of the last step; None where it has been read."""
-        if (unread := self._unread) is None:
+        if self._unread is None:
             return None
+        vote = self._unread.outcome.vote  # and no more: a script may keep the losses of all steps
 
         def value() -> float:
-            if self._unread is unread:
+            if self._unread and self._unread.outcome.vote is vote:
                 self.read()
-            vote = unread.outcome.vote
             return vote.loss_sum / vote.weight if vote.weight else math.nan
 
         return UnreadLoss(value)

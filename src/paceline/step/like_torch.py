@@ -91,12 +91,12 @@ class UnreadLoss:
     """The mean loss of a step that a GPU still computes. It is waited for where it is used as a number: `LossValue`."""
 
     def __init__(self, read: Callable[[], float]):
-        self._read = read
-        self._value: float | None = None
+        self._read: Callable[[], float] | None = read
+        self._value = 0.0
 
     def item(self) -> float:
-        if self._value is None:
-            self._value = self._read()
+        if self._read is not None:
+            self._value, self._read = self._read(), None
         return self._value
 
     def detach(self) -> UnreadLoss:

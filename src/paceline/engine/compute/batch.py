@@ -141,7 +141,7 @@ def split(batch: Any, parts: int, least: int = 1) -> list[Any]:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether its numbers are computed while Python goes on."""
+    """Whether operations on it are asynchronous."""
     return tensor.is_cuda
 
 
