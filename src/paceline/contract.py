@@ -8,6 +8,7 @@ times a constant known before the step (1 / expected weight); the global sum is 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -118,7 +119,7 @@ class DividedOptimizer:
         raise NotImplementedError
 
 
-class EngineState:
+class EngineState(ABC):
     """The state of an engine: the parameters that it trains, and the optimizer's state."""
 
     optimizer: Optimizer
@@ -131,9 +132,9 @@ class EngineState:
     hint: str = ""  # a message for the user, from the last gradient
 
     @property
+    @abstractmethod
     def buffers(self) -> Sequence[Tensor]:
         """The model's present dense buffers: forward may have replaced the tensors."""
-        raise NotImplementedError
 
     def options(self) -> list[dict[str, Any]]:
         """The options of each parameter group of the optimizer, as JSON values."""
@@ -143,16 +144,16 @@ class EngineState:
         """How the options of these processes differ; empty where they differ only by rounding."""
         return ""
 
-    def state(self) -> dict[str, Tensor]:
-        raise NotImplementedError
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]: ...
 
+    @abstractmethod
     def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's complete ``state_dict``. Collective within the node."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Loads a complete ``state_dict``, the same on every process of the node."""
-        raise NotImplementedError
 
     def divided_optimizer(self) -> DividedOptimizer:
         """For exchanges that divide its work between nodes. Raises ValueError for optimizers that cannot be divided."""
@@ -160,15 +161,16 @@ class EngineState:
 
     def optimizer_rows(self, windows: Mapping[str, RowRange]) -> dict[str, dict[str, Any]]:
         """The optimizer's state for these rows of these parameters, by their names in `optimizer_index`. Collective
-        within the node."""
-        raise NotImplementedError
+        within the node. Raises ValueError where it has none to give."""
+        raise ValueError(f"engine {type(self).__module__} gives no rows of its optimizer's state")
 
     def take_optimizer_rows(self, states: Mapping[str, Mapping[str, Any]], windows: Mapping[str, RowRange]) -> None:
-        """Loads the result of `optimizer_rows` of another node. Collective within the node."""
-        raise NotImplementedError
+        """Loads the result of `optimizer_rows` of another node. Collective within the node. Raises ValueError as it
+        does."""
+        raise ValueError(f"engine {type(self).__module__} takes no rows of its optimizer's state")
 
 
-class EngineOnNode:
+class EngineOnNode(ABC):
     """One process of several on a node that form an engine; one of them holds the link to other nodes."""
 
     local_place: tuple[int, int] = (0, 1)  # (index, count) of the parts of the node's share: the part of this process
@@ -196,12 +198,12 @@ class EngineOnNode:
         ``alone``: there is no other node, and none joins later."""
         return exchange, control
 
+    @abstractmethod
     def sync_norm(self, link: Link | None) -> None:
         """Batch norm in `gradient` uses the rows of all processes from now on; ``link``: local rank 0's, if any.
         Every process of every node must call it, after `open`."""
-        raise NotImplementedError
 
-    def reopen(self, link: Link | None) -> None:
+    def reopen(self, link: Link | None) -> None:  # noqa: B027 an engine whose sums use no link has nothing to do
         """The link of `sync_norm` was rebuilt: its sums use ``link`` from the next step on."""
 
 
@@ -215,8 +217,8 @@ class Engine(EngineTraits, EngineState, EngineOnNode):
     terms: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
     num_local_samples: int | None = None  # samples of the next share, where an assignment divides the batch
 
-    def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None: ...
 
     @property
     def precision(self) -> str:
@@ -226,24 +228,24 @@ class Engine(EngineTraits, EngineState, EngineOnNode):
     def begin_step(self, assignment: Share, step: int) -> None:
         """Called before each gradient, with the assignment of its rows and the number of the step."""
 
+    @abstractmethod
     def forward(self, batch: Any) -> tuple[Any, Any]:
         """(the batch on the model's device, the model's output)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
         """Gradient of ``scale * loss_sum`` over ``batch`` (None: no rows), passed to ``offer`` bucket by bucket."""
-        raise NotImplementedError
 
+    @abstractmethod
     def collect_gradients(self, vote: Vote, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
         """As `gradient`, from the ``.grad`` of the caller's own backward passes; its sums are in ``vote``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def apply(self, update: Update) -> bool:
         """Applies an update; the only writer of weights during training. False, without any change, if ``rule.check``
         found the gradient not finite. Every process of the node calls it; one of them has the node's targets. With
         pending gradients it returns True; they are applied while the next step's forward pass runs.
         """
-        raise NotImplementedError
 
     def wait_pending(self) -> None:
         """Waits for pending gradients, and applies them. Raises NotFinite, LinkError."""
@@ -252,18 +254,18 @@ class Engine(EngineTraits, EngineState, EngineOnNode):
         """Where in forward over ``batch``, or in backward, values first become non-finite; empty if nowhere."""
         return ""
 
+    @abstractmethod
     def snapshot(self) -> Any:
         """The state that ``gradient`` may change: buffers and random state. Weights change only in `apply`."""
-        raise NotImplementedError
 
-    def rollback(self, snapshot: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def rollback(self, snapshot: Any) -> None: ...
 
     def close(self) -> None:
         pass
 
 
-class Codec:
+class Codec(ABC):
     """Gradient compression: the collectives that add up one bucket over all nodes, and what they carry.
 
     A codec encodes the sum of a node. Its state ("memory") belongs to a node and a bucket; it is passed in and
@@ -284,15 +286,15 @@ class Codec:
         """The state before the first step, the same on every node."""
         return None
 
+    @abstractmethod
     def rounds(self, bucket: Bucket, size: int, dtype: torch.dtype) -> Sequence[Round]:
         """The collectives of `run` among ``size`` nodes, on values of this type: their order and cost are known
         before."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, bucket: Bucket, values: Tensor, state: Any, context: StepContext) -> CodecRun:
         """Yields each of `rounds` with its payload, and is sent its result. State is not changed, values where a sum or
         the residual takes their memory; the same arguments give the same payloads."""
-        raise NotImplementedError
 
     def keep_unapplied(self, before: Any, after: Any, unused: Sequence[slice]) -> Any:
         """The next state, where these values of the global gradient were not applied."""
@@ -327,17 +329,17 @@ class ExchangeTraits:
     link: Link
 
 
-class Exchange(ExchangeTraits):
+class Exchange(ExchangeTraits, ABC):
     """Gradient synchronisation: how nodes communicate the gradients of one step."""
 
+    @abstractmethod
     def open(self, engine: Engine, link: Link, codec: Codec, rows: int = 1, seed: int = 0) -> None:
         """``engine``: it is open, and its weights, not to be changed, have their initial values at the first `begin`.
         ``rows``: the largest number that a rank computes per step, as expected before the first one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forms(self) -> Sequence[str]:
         """DENSE or FACTORS per bucket, equal on all ranks; all ranks change it at the same step."""
-        raise NotImplementedError
 
     def explain(self) -> Sequence[str]:
         """A line for each fully-connected layer: its gradient encoding, and why. Changes only with `forms`."""
@@ -346,17 +348,17 @@ class Exchange(ExchangeTraits):
     def begin(self) -> None:
         """Called before each gradient is computed."""
 
+    @abstractmethod
     def put(self, gradient: Gradient) -> None:
         """Accepts gradients in any order; they are sent in the order of their buckets."""
-        raise NotImplementedError
 
+    @abstractmethod
     def collect(self, vote: Vote) -> Vote:
         """Waits until every gradient of the step has arrived. Returns this node's vote."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, tally: Tally) -> StepOutcome:
         """The outcome of the step, from the tally of votes. Only this method changes a codec's memory."""
-        raise NotImplementedError
 
     def average(self, weights: Sequence[Tensor], now: bool, state: bool = False) -> Sequence[Target] | None:
         """The averaged weights, for schemes such as local SGD; None where no average is due.
@@ -383,9 +385,9 @@ class Exchange(ExchangeTraits):
     def load(self, state: dict[str, Any]) -> None:
         pass
 
+    @abstractmethod
     def rebuild(self, link: Link) -> None:
         """Uses another link from now on, of the next generation, with other ranks. This rank's memory is kept."""
-        raise NotImplementedError
 
     def close(self) -> None:
         pass

@@ -188,6 +188,11 @@ def find(room: str, name: str, *args: Any, **options: Any) -> Any:
 
 
 def _made(room: str, name: str, maker: Any, args: Any, options: dict[str, Any]) -> Any:
+    if missing := sorted(getattr(maker, "__abstractmethods__", ())):
+        raise ValueError(
+            f"{room} {name!r} does not define {', '.join(missing)}, which every {room} does: see {ROOMS[room]} in "
+            f"paceline/{INTERFACES[room == 'link']}"
+        )
     try:
         inspect.signature(maker).bind(*args, **options)
     except TypeError as error:
@@ -224,8 +229,16 @@ def parse(room: str, text: str) -> Any:
     if inner and "inner" in inspect.signature(maker).parameters:
         options["inner"] = parse(room, inner)
     elif inner:
-        args.insert(0, parse(room, inner))
+        raise ValueError(
+            f"{room} {text!r}: {name!r} contains no other {room}; of ours these do: "
+            f"{', '.join(_containers(room)) or 'none'}"
+        )
     return _made(room, name, maker, args, options)
+
+
+def _containers(room: str) -> list[str]:
+    makers = {name: getattr(module(room, name), ROOMS[room]) for name in sorted(_ours(room))}
+    return [name for name, maker in makers.items() if "inner" in inspect.signature(maker).parameters]
 
 
 def attribute(path: str, name: str) -> Any:

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -147,26 +148,26 @@ class Waits(Protocol):
     def at(self, what: str) -> AbstractContextManager[None]: ...
 
 
-class Collectives:
+class Collectives(ABC):
     """MPI's collectives and messages, on one channel, in the same order on all ranks; handles are asynchronous."""
 
     rank: int = 0
     size: int = 1
 
+    @abstractmethod
     def sum(self, tensor: Tensor, what: str = "sum") -> Handle:
         """All-reduce: the sum over all ranks, in place, in the tensor's own type. Result: the tensor."""
-        raise NotImplementedError
 
-    def max(self, tensor: Tensor, what: str = "max") -> Handle:
-        raise NotImplementedError
+    @abstractmethod
+    def max(self, tensor: Tensor, what: str = "max") -> Handle: ...
 
+    @abstractmethod
     def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> Handle:
         """Result: every rank's tensor, in rank order. First dimensions may differ unless ``even``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> Handle:
         """Result: this rank's slice of the sum. *Shapes*: (size * n, ...) in, (n, ...) out."""
-        raise NotImplementedError
 
     def shift(self, tensor: Tensor, what: str = "shift") -> Handle:
         """Result: the tensor of the rank before, in a tensor of its own; this one's goes to the next rank. Of two ranks
@@ -174,14 +175,14 @@ class Collectives:
         received = empty_like(tensor)
         return Both(self.recv(received, (self.rank - 1) % self.size), self.send(tensor, (self.rank + 1) % self.size))
 
-    def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> Handle:
-        raise NotImplementedError
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> Handle: ...
 
-    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
-        raise NotImplementedError
+    @abstractmethod
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle: ...
 
-    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
-        raise NotImplementedError
+    @abstractmethod
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle: ...
 
 
 class LinkTraits:
@@ -209,17 +210,17 @@ class Link(LinkTraits, Collectives):
     activity: Waits | None = None  # notes every wait
     detector: FailureDetector | None = None
 
+    @abstractmethod
     def lane(self, name: str) -> Link:
         """Another channel of the same ranks, with its own order of operations."""
-        raise NotImplementedError
 
     def set_regime(self, quick: bool) -> None:
         """Selects the all-gather algorithm for a fast or a slow network. All ranks must pass the same value."""
         self.high_bandwidth = quick
 
+    @abstractmethod
     def cost(self, operation: str, num_bytes: int) -> CommCost:
         """Sequential messages, and bytes sent per rank, of one collective on ``num_bytes``."""
-        raise NotImplementedError
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """A context in which this process waits for others."""

@@ -80,6 +80,26 @@ def test_through_every_codec_all_nodes_have_the_same_weights(codec, size):
     assert gap(one, exact) < 1
 
 
+@pytest.mark.parametrize("what", ["weights", "momentum"])
+@pytest.mark.parametrize("codec", ["none", "feedback/lowrank:1"])
+def test_nodes_that_an_outer_step_made_unlike_continue_from_rank_0(what, codec, caplog):
+    def work(link):
+        rank = Rank(link, build(), OPTIMIZERS["sgd"], exchange="diloco:2", codec=codec)
+        rank.train(DATA[:4])
+        if link.rank == 1:
+            exchange = rank.exchange
+            each = next(iter(exchange.anchor.values())) if what == "weights" else exchange.momentum[0]
+            each.mul_(1 + 1e-9)
+        rank.train(DATA[4:])
+        return rank.state()
+
+    one, *others = ranks.run(3, work)
+    assert all(torch.equal(one[name], other[name]) for other in others for name in one)
+    assert len([each for each in caplog.messages if "differed after outer step 2" in each]) == 1
+    plain = ranks.run(3, lambda link: train(link, "diloco:2", codec))[0]
+    assert gap(one, plain) < (1e-6 if codec == "none" else 1)  # the factors of the others begin anew
+
+
 def test_a_state_that_is_restored_continues_as_if_it_had_not_been():
     def work(link, middle):
         rank = Rank(link, build(), OPTIMIZERS["sgd"], exchange="diloco:2", codec="feedback/topk:keep=0.1")

@@ -18,7 +18,6 @@ import mpirun
 import ranks
 from launching import environment
 from needs import want
-from paceline import transport
 from paceline.elastic.membership import connect, detect
 from paceline.errors import LinkError
 from paceline.launch.local import free_port
@@ -228,5 +227,5 @@ def test_an_operation_that_ends_in_the_moment_its_wait_expires_has_ended_well():
             return True
 
     work = Work()
-    assert _Handle(transport.Link(), work, "sum", lambda: "the sum").wait() == "the sum"
+    assert _Handle(ranks.memory.world(1)[0], work, "sum", lambda: "the sum").wait() == "the sum"
     assert work.waits == 2

@@ -7,16 +7,15 @@
 *Use* as ``feedback/lowrank:2``, with ``exchange="allreduce:forms=dense"``: then all parameters share few buckets, and
 a step has few collectives instead of two for each large weight. Vectors, and matrices that this makes less than
 ``min_rate`` times smaller, are sent whole in the first sum.
-*Cost*: 2 (N - 1) / N r (rows + columns) numbers instead of 2 (N - 1) / N rows columns, and 4 r rows columns
-floating-point operations, 6 with feedback.
-*Invariants*: P and Q are the same on all nodes; r >= the rank of every node's matrix: exact; the sum of what all nodes
-have sent is the gradient.
+*Cost*: 2 (N - 1) / N r (rows + columns) numbers instead of 2 (N - 1) / N rows columns, and 6 r rows columns
+floating-point operations, 8 with feedback.
+*Invariants*: P, Q and their product have the same bits on all nodes, whatever their processors and numbers of threads;
+r >= the rank of every node's matrix: exact; the sum of what all nodes have sent is the gradient.
 *Source*: Vogels, Karimireddy & Jaggi 2019 (arXiv 1905.13727), algorithms 1 and 2.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,9 +23,8 @@ import torch
 from torch import Tensor
 
 from paceline import contract
+from paceline.codec.encoding.low_rank import bases, product
 from paceline.messages import SUM, Bucket, CodecRun, Coded, Collective, Round, StepContext
-
-_loading = threading.Lock()  # of the library for GPUs, which torch loads at the first use, and by one thread only
 
 
 class Codec(contract.Codec):
@@ -64,8 +62,7 @@ class Codec(contract.Codec):
         small = [part for i, part in enumerate(parts) if i not in matrices]
         lefts = [matrix @ q.to(matrix) for matrix, q in zip(matrices.values(), warm, strict=True)]
         whole, lefts = yield from _summed(small, lefts)
-        with _loading:
-            lefts = [torch.linalg.qr(left).Q for left in lefts]
+        lefts = bases(lefts)
         rights = [matrix.mH @ left for matrix, left in zip(matrices.values(), lefts, strict=True)]
         if context.wants_residual:
             for matrix, left, right in zip(matrices.values(), lefts, rights, strict=True):
@@ -118,7 +115,7 @@ def _filled(
     for i, part in enumerate(torch.split(flat, numels)):
         if i in matrices:
             left, right = next(factors)
-            torch.mm(left, right.mH, out=part.view(len(left), len(right)))
+            product(left, right, part.view(len(left), len(right)))
         else:
             part.copy_(next(others))
     return flat

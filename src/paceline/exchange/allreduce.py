@@ -21,7 +21,7 @@ from paceline.codec.encoding.packing import MIN_BYTES, packed
 from paceline.exchange.flow.autotuner import FORMS, PACKED, Autotuner
 from paceline.exchange.flow.cost_model import coded_traffic
 from paceline.exchange.flow.send_queue import InFlight, SendQueue, StepSends
-from paceline.exchange.flow.together import begin, together
+from paceline.exchange.flow.together import begin, declared, together
 from paceline.messages import (
     DENSE,
     FACTORS,
@@ -121,11 +121,11 @@ class Exchange(contract.Exchange):
         runs, first = list[CodecRun](), gradients[0]
         if first.output_grad is not None and first.layer_input is not None:
             both = torch.cat([first.output_grad, first.layer_input.to(first.output_grad.dtype)], dim=1)
-            runs.append(self.codecs[FACTORS].run(first.bucket.as_factors(len(both)), both, None, context))
+            runs.append(declared(self.codecs[FACTORS], first.bucket.as_factors(len(both)), both, None, context))
         for gradient in gradients if not runs else ():
             bucket, flat = gradient.bucket, gradient.flat
             assert flat is not None
-            runs.append(self.codecs[DENSE].run(bucket, flat, self.memory[bucket.index], context))
+            runs.append(declared(self.codecs[DENSE], bucket, flat, self.memory[bucket.index], context))
         return (yield from together(runs))
 
     def _begin(self, collective: Collective, gradients: Sequence[Gradient], flight: StepSends) -> transport.Handle:

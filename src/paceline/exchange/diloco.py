@@ -8,12 +8,14 @@
 outer step is taken early before weights are saved, evaluated, or training ends.
 *Cost*: the codec's bytes every ``period`` steps, none between; memory for two more copies of the weights.
 *Invariants*: lr 1 and beta 0 is local SGD, and with period 1 and plain SGD inside it is all-reduce; after an outer step
-all replicas are bit-equal. A lost node is dropped with its steps since the last outer step.
+all replicas are bit-equal, and where a codec has given nodes other bits, the next outer step begins from rank 0's, with
+one line that says so. A lost node is dropped with its steps since the last outer step.
 *Source*: Douillard et al. 2023 (arXiv 2311.08105), algorithm 1, with Nesterov momentum.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,8 +26,9 @@ from torch import Tensor
 from paceline import contract, transport
 from paceline.exchange import local_sgd
 from paceline.exchange.flow.cost_model import coded_traffic
-from paceline.exchange.flow.together import joined, over_link
-from paceline.messages import ExchangeTraffic, StepContext, Target
+from paceline.exchange.flow.together import declared, joined, over_link
+from paceline.messages import Bucket, ExchangeTraffic, StepContext, Target
+from paceline.report.log import log
 
 
 class Exchange(local_sgd.Exchange):
@@ -44,7 +47,7 @@ class Exchange(local_sgd.Exchange):
     ) -> None:
         super().open(engine, link, codec)
         self.codec, self.seed, self.weights = codec, seed, dict(zip(engine.names, engine.weights, strict=False))
-        self.num_outer_steps = 0
+        self.num_outer_steps, self._logged = 0, False
         self.memory = {bucket.index: codec.init(bucket, seed) for bucket in engine.buckets}
         self.anchor: dict[str, Tensor] = {}  # the weights at the last outer step
         self.momentum: dict[int, Tensor] = {}  # by bucket; none before the first outer step
@@ -55,22 +58,46 @@ class Exchange(local_sgd.Exchange):
             self.anchor = {name: weight.detach().clone() for name, weight in self.weights.items()}
 
     def _combined(self, weights: Sequence[Tensor], share: float) -> Sequence[Target]:
+        self._agree()
         present = dict(zip(self.weights, weights, strict=True))
         anchor, momentum, memory = dict[str, Tensor](), dict[int, Tensor](), dict[int, Any]()
         context = StepContext(self.num_outer_steps, self.link.rank, self.link.size)
         for bucket in self.buckets:
             before = joined([self.anchor[name] for name in bucket.names])
             now = joined([present[name].detach() for name in bucket.names])
-            run = self.codec.run(bucket, (before - now) * share, self.memory[bucket.index], context)
+            run = declared(self.codec, bucket, (before - now) * share, self.memory[bucket.index], context)
             coded = over_link(run, self.link, f"outer gradient of {', '.join(bucket.names[:2])}")
             old = self.momentum.get(bucket.index)
             new = coded.total if old is None else self.beta * old + coded.total
             after = before - self.lr * (coded.total + self.beta * new)
-            parts = zip(bucket.names, torch.split(after, list(bucket.numels)), bucket.shapes, strict=True)
-            anchor |= {name: part.view(shape) for name, part, shape in parts}
+            anchor |= _parts(bucket, after)
             momentum[bucket.index], memory[bucket.index] = new, coded.state
         self._next = anchor, momentum, memory
         return [Target(i, anchor[name].reshape(-1)) for i, name in enumerate(self.weights) if name in anchor]
+
+    def _agree(self) -> None:
+        """The last outer step is rank 0's on all nodes."""
+        last = [joined([self.anchor[name] for name in bucket.names]) for bucket in self.buckets]
+        last += [self.momentum.get(i, torch.zeros_like(each)) for i, each in enumerate(last)]
+        own = torch.zeros(1, dtype=torch.int64)
+        for each in last:
+            own[0] = zlib.crc32(each.view(torch.uint8).cpu().numpy().data, int(own))
+        hashes = self.link.all_gather(own, "the hash of the last outer step", even=True).wait()
+        if all(torch.equal(each, own) for each in hashes):
+            return
+        if self.link.rank == 0 and not self._logged:
+            log.warning(
+                "the nodes' weights differed after outer step %d, as they do where processors, libraries or a codec "
+                "round differently; from now on all continue from rank 0's",
+                self.num_outer_steps,
+            )
+        self._logged = True
+        for each in last:
+            self.link.broadcast(each, what="the last outer step of rank 0").wait()
+        for bucket, anchor, momentum in zip(self.buckets, last, last[len(self.buckets) :], strict=False):
+            self.anchor |= _parts(bucket, anchor)
+            self.momentum[bucket.index] = momentum
+            self.memory[bucket.index] = self.codec.on_view_change(bucket, self.memory[bucket.index], self.seed)
 
     def averaged(self) -> None:
         super().averaged()
@@ -99,3 +126,8 @@ class Exchange(local_sgd.Exchange):
         for bucket in self.buckets:
             state = self.memory[bucket.index]
             self.memory[bucket.index] = self.codec.on_view_change(bucket, state, self.seed)
+
+
+def _parts(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
+    parts = zip(bucket.names, torch.split(flat, list(bucket.numels)), bucket.shapes, strict=True)
+    return {name: part.view(shape) for name, part, shape in parts}

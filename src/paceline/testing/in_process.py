@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from paceline.messages import ALL_GATHER, MAX, REDUCE_SCATTER, SHIFT, Collective
+from paceline.messages import ALL_GATHER, MAX, REDUCE_SCATTER, SHIFT, SUM, CodecRun, Coded, Collective
 
 Result = TypeVar("Result")
 
@@ -39,6 +40,33 @@ def in_process(runs: Sequence[Generator[Collective, Any, Result]]) -> tuple[list
             replies = [_combined(own.payload, payloads, operation == MAX) for own in wanted]
         if operation == REDUCE_SCATTER:
             replies = [each.chunk(len(runs))[rank] for rank, each in enumerate(replies)]
+
+
+def recorded(run: CodecRun, received: list[Any]) -> CodecRun:
+    """The same run, whose collectives' results are also appended to ``received``."""
+    result: Any = None
+    while True:
+        try:
+            result = yield run.send(result)
+        except StopIteration as end:
+            coded: Coded = end.value
+            return coded
+        received.append([each.clone() for each in result] if isinstance(result, list) else result.clone())
+
+
+def replayed(run: CodecRun, received: Sequence[Any]) -> Coded:
+    """The result of a run whose collectives give what another has ``received``."""
+    result: Any = None
+    for each in received:
+        collective = run.send(result)
+        in_place = collective.operation in (SUM, MAX)
+        result = collective.payload.copy_(each) if in_place else copy.deepcopy(each)
+    try:
+        run.send(result)
+    except StopIteration as end:
+        coded: Coded = end.value
+        return coded
+    raise AssertionError(f"the codec has more than {len(received)} rounds, as many as it had before")
 
 
 def _combined(own: Tensor, payloads: Sequence[Tensor], largest: bool) -> Tensor:

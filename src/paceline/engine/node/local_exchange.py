@@ -56,6 +56,9 @@ class _Relay(contract.Exchange):
     def _begin(self) -> None:
         raise NotImplementedError
 
+    def open(self, *_: object, **__: object) -> None:
+        """It is made of an exchange that is open."""
+
     def forms(self) -> Sequence[str]:
         return self._forms
 
@@ -215,6 +218,12 @@ class LocalFollower(_Relay):
 
     def collect(self, vote: Vote) -> Vote:
         return self._vote(vote)
+
+    def finish(self, tally: Tally) -> StepOutcome:
+        raise RuntimeError("the process that holds the link sends the outcome: read_outcome")
+
+    def rebuild(self, link: transport.Link) -> None:
+        """This process has no link."""
 
     def read_outcome(self, body: bytes) -> StepOutcome:
         """Unpacks the message of `LocalLeader.settle`."""
