@@ -50,6 +50,15 @@ def test_the_choice_is_the_fastest_row(order):
     }
 
 
+def test_a_single_measurement_says_whether_time_or_the_others_were_why():
+    left, refused = Candidate("threads:4", 0.5), Candidate("pipeline:2", refusal="refused: no place")
+    alone, unsure = "the only one that ran", "the most promising, and the only one that there was time to measure"
+    assert choose([SEQUENTIAL, BROKEN, refused])[1] == alone
+    assert choose([SEQUENTIAL, left, refused])[1] == unsure
+    assert choose([SEQUENTIAL, Candidate("sequential+bf16", 0.5)])[1] == alone  # which is not allowed
+    assert reasons([SEQUENTIAL, refused])["pipeline:2"] == "refused: no place"
+
+
 @pytest.mark.parametrize(("parallel_s", "said"), [(0.4, False), (1.6, True)])
 def test_nothing_parallel_pays_where_the_baseline_wins_in_whatever_order_rows_are_given(parallel_s, said):
     for order in (1, -1):

@@ -23,10 +23,10 @@ from paceline.data.sampler import Assignment
 from paceline.engine import sequential
 from paceline.engine.compute.timeline import record
 from paceline.job import Job
-from paceline.launch.machine import survey
+from paceline.launch.machine import Machine, survey
 from paceline.messages import ExchangeTraffic
 from paceline.planner import plan_cache, planner
-from paceline.planner.candidates import BF16_FLAGS, RUNTIME_BYTES, fits, fits_timed, fitting_rows
+from paceline.planner.candidates import BF16_FLAGS, RUNTIME_BYTES, candidates, fits_timed, fitting_rows, refusal
 from paceline.planner.cost_model import MESSAGES, STEP_S, predicted_s
 from paceline.planner.measure import methods, profile, profiler, update_timing
 from paceline.planner.measure import profile_job as looking
@@ -217,7 +217,43 @@ def test_a_model_that_calls_no_module_is_profiled():
     model = nn.Sequential(nn.Linear(4, 3))
     job = examined(model, (torch.randn(16, 4), torch.arange(16) % 3))
     job.compute = lambda rows: F.cross_entropy(F.linear(rows[0], model[0].weight, model[0].bias), rows[1])
-    assert _Profiler(job, 2, "exact", 1.0).profile(0.0).largest == {"2": 0.5}
+    found = _Profiler(job, 2, "exact", 1.0).profile(0.0)
+    assert (found.largest, found.facts.max_stages) == ({}, 1)
+
+
+class Twice(nn.Module):
+    """Three layers, of which one is called twice: a pipeline can be cut before the block and before the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.twice = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.block, self.head = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.block(self.twice(self.twice(self.first(x)))))
+
+
+def test_no_row_is_of_more_stages_than_the_model_has():
+    machine = Machine(cores=4, physical_cores=4, memory_bytes=1 << 40)
+    job = examined(Twice(), (torch.randn(16, 4), torch.arange(16) % 3))
+    profile = _Profiler(job, 4, "exact", 1.0).profile(0.0)
+    assert profile.facts.max_stages == 3
+    found = candidates("rounded", machine, profile.facts, ("processes",))
+    refused = {row: refusal(row, profile.facts, machine) for row in found if "pipeline" in row}
+    assert refused.pop("pipeline:4") == "refused: forward has 2 places where it can be cut"
+    assert refused
+    assert not any(refused.values())
+    assert predicted_s("pipeline:4", profile, 4) is None
+    assert all(predicted_s(row, profile, 4) for row in refused)
+
+
+def test_no_pipeline_where_batch_norm_is_over_everyone():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    facts = _Profiler(
+        examined(model, (torch.randn(8, 4), torch.arange(8) % 3), batch_norm="sync"), 2, "exact", 1.0
+    )._facts()
+    why = refusal("processes:2/pipeline:2", facts, Machine(cores=4, physical_cores=4, memory_bytes=1 << 40))
+    assert why == "refused: batch_norm='sync' needs all rows of a batch at once"
 
 
 @pytest.mark.parametrize("batch_norm", ["local", "sync"])
@@ -271,8 +307,8 @@ def test_what_is_timed_fits_into_the_memory():
     assert facts.activation_bytes == pytest.approx(64 * (5 * 64 + 3 + 2) * 4, rel=0.01)
     facts = dataclasses.replace(facts, activation_bytes=800 << 20, runtime_bytes=RUNTIME_BYTES)
     machine = dataclasses.replace(survey(), cores=2, memory_bytes=(RUNTIME_BYTES + (500 << 20)) * 10 // 9)
-    assert not fits("sequential", facts, machine)
-    assert fits("pipeline:2", facts, machine)
+    assert refusal("sequential", facts, machine)
+    assert not refusal("pipeline:2", facts, machine)
     assert fitting_rows(facts, machine) in (39, 40)
     assert {(one.rows, one.copies) for one in examination._settings(facts, machine)} == {(8, 2)}
     # what trains may not be timed: two more processes, each with inputs of layers and a forward of an eighth
@@ -286,7 +322,7 @@ def test_what_is_timed_fits_into_the_memory():
     _, base = examination._base(False, 12, {2})
     assert 0.5 <= examination.largest["2"] < 1
     assert base.rows == 3  # each layer's input twice, where its own function keeps none, a forward, and its gradients
-    assert fits("sequential", dataclasses.replace(facts, device="cuda"), machine), (
+    assert not refusal("sequential", dataclasses.replace(facts, device="cuda"), machine), (
         "nobody knows what a GPU's memory holds"
     )
 

@@ -18,6 +18,7 @@ from paceline.codec import topk
 from paceline.engine import sequential
 from paceline.environment import LaunchEnvironment
 from paceline.exchange import allreduce
+from paceline.launch.machine import Machine
 from paceline.planner import candidates
 from paceline.report.record import read
 
@@ -162,6 +163,9 @@ def test_an_engine_that_counts_anything_leaves_the_plan_its_configurations(stran
     assert registry.says("engine", "recompute", "counts") == "segment"
     assert set(candidates.planned()) == set(before)
     assert candidates.planned()[-1] == "recompute"
+    machine, facts = Machine(cores=2, physical_cores=2), candidates.JobFacts(rows=8)
+    assert "recompute" in candidates.candidates("exact", machine, facts, ())
+    assert not candidates.predictable("recompute")
 
 
 @pytest.mark.parametrize("kind", [*METHODS, "link"])

@@ -8,8 +8,8 @@
 So the model's own forward runs unchanged, with whatever crosses the cut, and the process has the model, its gradients
 and the optimizer's state once: their ``state_dict()`` and checkpoints contain all stages, and `Pace.evaluate` runs the
 whole model. Without ``cut`` the first step is computed without a pipeline, and timed: then the cuts divide its forward
-pass evenly. On GPUs each stage has one (`stages/devices.py`): its weights lie there from the join on, cut evenly by
-their bytes, and the threads only give the GPUs their work.
+pass evenly (`checks/forward_times.py`). On GPUs each stage has one (`stages/devices.py`): its weights lie there from
+the join on, cut evenly by their bytes, and the threads only give the GPUs their work.
 
 *Invariants*: bit-equal to sequential with ``accumulate`` as many micro-batches, whatever the schedule and the cut, if
 the update has as many threads (under autocast: where no weight is used twice); one stage is sequential. Dropout masks
@@ -20,6 +20,7 @@ are each micro-batch's own.
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 
@@ -89,7 +90,10 @@ class Stages(LocalStep):
             raise ValueError(f"engine 'pipeline': schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")
         cuts = [name.strip() for name in str(cut).split(";") if name.strip()]
         if cuts not in ([], [PRESET]) and len(cuts) != num_stages - 1:
-            raise ValueError(f"engine 'pipeline:{num_stages}' has {num_stages - 1} cuts, cut={cut!r} has {len(cuts)}")
+            raise ValueError(
+                f"engine 'pipeline:{num_stages}' has {num_stages - 1} cuts, cut={cut!r} has {len(cuts)}; name so many "
+                f"modules, separated by semicolons, or leave cut out"
+            )
         self.num_stages, self.num_micros = num_stages, micros or Engine.micros_per_stage * num_stages
         self.schedule, self.cuts = schedule, cuts
         self.asked = [name.strip() for name in str(asked).split(";") if name.strip()]
@@ -115,7 +119,11 @@ class Stages(LocalStep):
                 )
             self.cuts = list(presets[self.num_stages])
         if missing := [name for name in self.cuts if name not in names]:
-            raise ValueError(f"engine 'pipeline' is to cut before {missing[0]!r}, which is no module of this model")
+            close = difflib.get_close_matches(missing[0], names, n=3, cutoff=0.3) or list(filter(None, names))[:8]
+            raise ValueError(
+                f"engine 'pipeline' is to cut before {missing[0]!r}, which is no module of this model"
+                + (f"; its named_modules() has {', '.join(map(repr, close))}" if close else ", which has none inside")
+            )
         own = self.home = next(model.parameters()).device
         num_gpus = 0 if own.type == "cpu" and not self.asked else torch.cuda.device_count()
         self.devices = devices.chosen(self.asked, own, self.num_stages, num_gpus)

@@ -38,6 +38,8 @@ class JobFacts:
     division: str = ""  # how the optimizer's work is sharded among processes
     parts: int = 1  # micro-batches per step
     runtime_bytes: int = RUNTIME_BYTES  # of a process with torch and its data
+    max_stages: int = 0  # into which the model can be cut; 0: not known
+    cuts: str = ""  # why not into more
 
     @property
     def part_rows(self) -> int:
@@ -152,6 +154,12 @@ def planned() -> tuple[str, ...]:
     return tuple(sorted((name for name in names("engine") if says("engine", name, "planned")), key=complexity))
 
 
+def predictable(engine: str) -> bool:
+    """Whether the planner knows what a configuration of it computes at once."""
+    counts = says("engine", engine, "counts")
+    return bool(says("engine", engine, "planned")) and (engine == BASELINE or counts in ("thread", "copy", "stage"))
+
+
 def candidates(
     level: str, machine: Machine, facts: JobFacts, engines: tuple[str, ...], compile_too: bool = False
 ) -> list[str]:
@@ -162,7 +170,8 @@ def candidates(
     """
     found = [BASELINE, *_engines(machine, facts, engines)]
     numerics = list(_numerics(machine, facts))
-    found += [f"{head}+{words}" for words in numerics for head in found if words]
+    whole = [head for head in found if not _uncut(head, machine, facts)]
+    found += [f"{head}+{words}" for words in numerics for head in whole if words]
     if compile_too and machine.compiler:
         found += [
             f"{head}+compile"
@@ -178,6 +187,8 @@ def _engines(machine: Machine, facts: JobFacts, engines: tuple[str, ...]) -> Ite
         return
     for engine in planned():
         counts = says("engine", engine, "counts")
+        if engine != BASELINE and not predictable(engine):
+            yield engine
         if counts == "thread" and 1 < machine.physical_cores < cores:
             yield f"{engine}:{machine.physical_cores}"
         if counts == "thread":
@@ -209,9 +220,16 @@ def needed_bytes(candidate: str, facts: JobFacts, cores: int) -> int:
     return bytes_ + spec.copies * facts.gradient_bytes + round(facts.activation_bytes * spec.held)
 
 
-def fits(candidate: str, facts: JobFacts, machine: Machine) -> bool:
-    """Whether it fits into the machine's memory. What fits into a GPU's is found by trying."""
-    return facts.device != "cpu" or needed_bytes(candidate, facts, machine.cores) <= MARGIN * machine.memory_bytes
+def refusal(candidate: str, facts: JobFacts, machine: Machine) -> str:
+    """Why it cannot be used; empty where it can. What fits into a GPU's memory is found by trying."""
+    needed, usable = needed_bytes(candidate, facts, machine.cores), int(MARGIN * machine.memory_bytes)
+    if facts.device == "cpu" and needed > usable:
+        return f"out of memory: needs {needed >> 20} MiB, {usable >> 20} MiB can be used"
+    return f"refused: {facts.cuts}" if _uncut(candidate, machine, facts) else ""
+
+
+def _uncut(candidate: str, machine: Machine, facts: JobFacts) -> bool:
+    return 0 < facts.max_stages < split(candidate, machine.cores).stages
 
 
 def fits_timed(copies: int, rows: int, facts: JobFacts, machine: Machine, added: bool = False) -> bool:

@@ -76,7 +76,8 @@ def choose(candidates: Sequence[Candidate], level: str = "exact", facts: JobFact
     rows = tuple(_row(one, best, candidates[0], facts, level, ties) for one in candidates)
     why = f"fastest of {len(ranking)} measured" if best is fastest else "as fast as any, and simpler"
     if len(ranking) == 1:
-        why = "the most promising, and the only one that there was time to measure"
+        left = any(allowed(one.engine, level) and not (one.trial or one.refusal) for one in candidates)
+        why = "the most promising, and the only one that there was time to measure" if left else "the only one that ran"
     if best.engine == BASELINE and len(ranking) > 1:
         why += "; sequential execution is fastest here"
     return best.engine, why, rows

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.planner.candidates import EngineSpec, split
+from paceline.planner.candidates import EngineSpec, predictable, split
 from paceline.planner.measure.profile import Profile, Setting
-from paceline.registry import says
 
 STEP_S = 0.35e-3  # batch, snapshot, loss, vote and event log, beyond the layers and the update
 THREAD_SYNC_S = 3e-3  # per further replica, a thread of one interpreter: wake-up, and waiting for the GIL
@@ -28,9 +27,10 @@ MESSAGES = 4  # per step and process
 
 
 def predicted_s(candidate: str, profile: Profile, cores: int) -> float | None:
-    """None if the profile does not suffice: compiled models, unknown engines."""
+    """None if the profile does not suffice: compiled models, engines that count something else, models that cannot be
+    cut so."""
     spec = split(candidate, cores)
-    if "compile" in spec.words or not says("engine", spec.engine, "planned"):
+    if "compile" in spec.words or not predictable(spec.engine) or 0 < profile.facts.max_stages < spec.stages:
         return None
     setting = Setting.of(spec, profile.facts.part_rows, profile.absorbs)
     pass_s = _pass_s(setting, profile)

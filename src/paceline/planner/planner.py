@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from paceline.launch.machine import Machine, survey
 from paceline.planner import plan_cache
-from paceline.planner.candidates import MARGIN, JobFacts, allowed, candidates, check, fits, needed_bytes, planned, split
+from paceline.planner.candidates import JobFacts, allowed, candidates, check, planned, refusal, split
 from paceline.planner.choose import Candidate, choose, choose_requested, correct, run_off, tied
 from paceline.planner.cost_model import predicted_s
 from paceline.planner.measure.profile import Profile, run_profile
@@ -113,11 +113,8 @@ def make(
 
 
 def _candidate(name: str, profile: Profile | None, facts: JobFacts, machine: Machine) -> Candidate:
-    entry = Candidate(name, predicted_s(name, profile, machine.cores) if profile else None)
-    if not fits(name, facts, machine):
-        needed, usable = needed_bytes(name, facts, machine.cores) >> 20, int(MARGIN * machine.memory_bytes) >> 20
-        entry.refusal = f"out of memory: needs {needed} MiB, {usable} MiB can be used"
-    return entry
+    seconds = predicted_s(name, profile, machine.cores) if profile else None
+    return Candidate(name, seconds, refusal=refusal(name, facts, machine))
 
 
 def _so_far(entries: Sequence[Candidate], level: str) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from bisect import bisect
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.engine.checks.forward_times import ForwardTimes, computing, even_cuts, typical
 from paceline.engine.compute.batch import leaves
 from paceline.engine.compute.gradient_hooks import Backward, Call
 from paceline.engine.compute.gradient_hooks import Pass as State
@@ -55,6 +54,8 @@ class Pipelined(Backward):
         self._stages: dict[str, int] = {}  # in which each parameter is used
         self.seconds: dict[tuple[int, Pass], float] = {}  # of each pass in the last step
         self.found = ""  # where the model is cut, once that is known
+        self._busy = set[int]()  # stages that compute something, as seen in the first step
+        self._seeing: list[Any] = []  # its hooks
         self._cut()
 
     def _cut(self) -> None:
@@ -62,6 +63,8 @@ class Pipelined(Backward):
         for stage, name in enumerate(self.cuts, 1):
             hook = modules[name].register_forward_pre_hook(self._entered(stage, name), prepend=True, with_kwargs=True)
             self._hooks.append(hook)
+        if self.cuts:
+            self._seeing = [each.register_forward_pre_hook(self._seen) for _, each in computing(self._model)]
         if self._places:
             self._hooks += devices.follow(self._model, self.cuts, self._places)
 
@@ -94,6 +97,8 @@ class Pipelined(Backward):
                 raise failed  # a micro-batch's own error before those that it caused in the others
         finally:
             self._pass, self.seconds = None, turns.seconds
+        while self._seeing:
+            self._seeing.pop().remove()
         return self._offer_rest(state)
 
     def _threads(self, count: int) -> ThreadPoolExecutor:
@@ -158,8 +163,18 @@ class Pipelined(Backward):
             own = self._own
             if getattr(own, "turns", None) is None or not own.forward:  # an evaluation, or recomputed in backward
                 return
-            if own.stage != stage - 1:
-                raise ValueError(f"forward calls {name!r} twice, or before another cut; cut the pipeline elsewhere")
+            if own.stage >= stage:
+                raise ValueError(f"forward calls {name!r} twice, and no cut can be there; cut the pipeline elsewhere")
+            if own.stage < stage - 1:
+                raise ValueError(
+                    f"forward calls {name!r} before {self.cuts[own.stage]!r}; cut= names modules in the order in which "
+                    f"forward calls them"
+                )
+            if self._seeing and own.stage not in self._busy:
+                raise ValueError(
+                    f"the pipeline is cut before {name!r}, and forward computes nothing in the stage before: its "
+                    f"first layer is {name!r}, or the cut before is at the same place; cut the pipeline elsewhere"
+                )
             for tensor in leaves((args, kwargs)):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: self._left(stage))  # type: ignore[no-untyped-call]
@@ -168,6 +183,10 @@ class Pipelined(Backward):
             self._enter_stage(FORWARD)
 
         return hook
+
+    def _seen(self, *_: Any) -> None:
+        if getattr(self._own, "turns", None):
+            self._busy.add(self._own.stage)
 
     def _left(self, stage: int) -> None:
         """The gradient of what crosses a cut is known: of all that the stage computes, since autograd runs backward in
@@ -202,51 +221,31 @@ class Pipelined(Backward):
             )
 
     def _timed(self, forms: Sequence[str], offer: Callable[[Gradient], None], *computes: Compute) -> State:
-        """The step without a pipeline. The last micro-batch is timed, module by module."""
-        begins, span = defaultdict[str, list[float]](list), [0.0, 0.0]
-        fit = {name for name, _ in self._model.named_modules() if name}  # modules that each micro-batch calls once
+        """The step without a pipeline. Forward of each micro-batch is timed, module by module."""
+        seen = [ForwardTimes() for _ in computes]
 
-        def timed(compute: Compute) -> Tensor | None:
-            begins.clear()
-            hooks = [
-                module.register_forward_pre_hook(lambda *_, name=name: begins[name].append(time.perf_counter()))
-                for name, module in self._model.named_modules()
-                if name
-            ]
-            span[0] = time.perf_counter()
-            try:
+        def timed(times: ForwardTimes, compute: Compute) -> Tensor | None:
+            with times.of(self._model):
                 return compute()
-            finally:
-                span[1] = time.perf_counter()
-                fit.intersection_update(name for name, found in begins.items() if len(found) == 1)
-                for hook in hooks:
-                    hook.remove()
 
-        state = super().run(forms, offer, *(partial(timed, compute) for compute in computes))
-        once = {name: begins[name][0] for name in fit}
-        for stage in range(1, len(self._parts)):
-            wanted = span[0] + (span[1] - span[0]) * stage / len(self._parts)
-            free = [name for name in once if not self.cuts or once[name] > once[self.cuts[-1]]]
-            if not free:
-                raise ValueError(
-                    f"a pipeline of {len(self._parts)} stages: forward calls too few modules once to be cut so; use "
-                    f"fewer"
-                )
-            self.cuts.append(min(free, key=lambda name: abs(once[name] - wanted)))
-        ends = [span[0], *(once[name] for name in self.cuts), span[1]]
+        pairs = zip(seen, computes, strict=True)
+        state = super().run(forms, offer, *(partial(timed, times, compute) for times, compute in pairs))
+        begins = typical(seen)
+        self.cuts = even_cuts(begins, len(self._parts), type(self._model).__name__)
+        ends = [0.0, *(begins[name] for name in self.cuts), 1.0]
         self.found = (
             f"the model is cut before {', '.join(map(repr, self.cuts))}, where its forward pass is "
             f"divided into {_percent(end - begin for begin, end in pairwise(ends))}, and its weights into "
-            f"{_percent(self._numels(begins, ends[1:-1]))}; name other modules by cut="
+            f"{_percent(self._numels(seen[-1], self.cuts))}; name other modules by cut="
         )
         self._cut()
         return state
 
-    def _numels(self, begins: Mapping[str, Sequence[float]], ends: Sequence[float]) -> list[int]:
+    def _numels(self, times: ForwardTimes, cuts: Sequence[str]) -> list[int]:
         """The weights of each stage. A layer belongs to that which first calls it."""
-        numels = [0] * (len(ends) + 1)
+        numels, ends = [0] * (len(cuts) + 1), [times.begins[name][0] for name in cuts]
         for name, module in self._model.named_modules():
-            stage = bisect(ends, begins[name][0]) if begins.get(name) else 0
+            stage = bisect(ends, times.begins[name][0]) if times.begins.get(name) else 0
             numels[stage] += sum(each.numel() for each in module.parameters(recurse=False))
         return numels
 

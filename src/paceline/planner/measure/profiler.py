@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import contract
+from paceline.engine.checks.forward_times import ForwardTimes
 from paceline.engine.checks.norm_layers import over_batches
 from paceline.engine.node import affinity
 from paceline.launch.machine import Machine, survey
@@ -29,10 +30,10 @@ from paceline.planner.candidates import (
     RUNTIME_BYTES,
     JobFacts,
     candidates,
-    fits,
     fits_timed,
     fitting_rows,
     planned,
+    refusal,
     split,
 )
 from paceline.planner.measure.forked_copies import ForkedCopies
@@ -238,14 +239,25 @@ class _Profiler:
             job.division,
             -(-job.rows // self.rows),
             max(RUNTIME_BYTES, self.runtime_bytes - sum(tensor.nbytes for tensor in tensors)),
+            *self._stages(),
         )
+
+    def _stages(self) -> tuple[int, str]:
+        """How many stages a pipeline may have, and why not more."""
+        if self.job.batch_norm == "sync":
+            return 1, "batch_norm='sync' needs all rows of a batch at once"
+        times, rows = ForwardTimes(), self.job.first_samples(self.job.few(1, self.rows))
+        with times.of(self.job.model):
+            self.job.compute(rows)
+        count = len(times.places())
+        return count + 1, f"forward has {count} {'place' if count == 1 else 'places'} where it can be cut"
 
     def _settings(self, facts: JobFacts, machine: Machine) -> list[Setting]:
         """The distinct settings of all candidates that fit into memory: without options first, then those on all cores,
         by importance."""
         found: dict[Setting, None] = {}
         listed = candidates(self.level, machine, facts, planned())
-        for candidate in [each for each in listed if fits(each, facts, machine)] or listed[:1]:
+        for candidate in [each for each in listed if not refusal(each, facts, machine)] or listed[:1]:
             setting = Setting.of(split(candidate, self.cores), facts.part_rows, self.optimizer_takes_factors)
             if setting.copies == 1 or self.job.cuts:
                 found[setting] = None
