@@ -52,7 +52,6 @@ def test_a_name_like_no_other_is_told_the_known_ones_and_no_guess(room):
         ("topk:0.1,0.2", "too many", "keep"),
         ("half:typ=fp16", "typ", "type"),
         ("none:keep=1", "keep", "no options"),
-        ("none/topk", "too many", "no options"),
         ("feedback/topk:kep=0.1", "kep", "keep"),
     ],
 )

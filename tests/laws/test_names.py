@@ -21,7 +21,7 @@ from paceline import contract, registry
 
 ROOT = Path(paceline.__file__).parent
 FOLDERS = {room: registry.PLACES.get(room, room).replace(".", "/") for room in registry.ROOMS}
-METHODS = {name: FOLDERS[room] for room in registry.ROOMS for name in registry.names(room)}
+METHODS = {name: FOLDERS[room] for room in registry.ROOMS for name in sorted(registry._ours(room))}
 COLLECTIVES = {path.stem: "link/collectives" for path in sorted((ROOT / "link" / "collectives").glob("[!_]*.py"))}
 DEFAULTS = "registry.py"
 # Words that are a method's name and mean something else where they stand.
@@ -157,7 +157,7 @@ def test_what_is_read_of_a_method_is_what_it_is():
     for room in ("engine", "exchange", "codec", "link"):
         kind = registry.ROOMS[room]
         promises, _ = registry._literal_attributes(registry._interfaces(), kind)
-        for name in registry.names(room):
+        for name in registry._ours(room):
             made = getattr(registry.module(room, name), kind)
             for trait in promises:
                 if not isinstance(inspect.getattr_static(made, trait), property):

@@ -177,6 +177,8 @@ def test_fewer_bytes_are_faster_and_what_encodes_them_costs():
 def test_the_same_updates_are_told_from_others():
     assert rows.reason(2.0, 1.0, "exact") == "the same updates, 2.00x the job's own"
     assert rows.reason(1.0, 1.0, "exact") == "the same updates, not faster"
+    assert rows.reason(2.0, 1.0, "exact", "approximate") == "exact updates, 2.00x the job's own"
+    assert rows.reason(1.0, 1.0, "approximate", "approximate") == "other updates (approximate), not faster"
 
 
 def test_a_row_has_the_jobs_own_options_and_the_default_stays_a_row():
@@ -192,7 +194,11 @@ def test_a_row_has_the_jobs_own_options_and_the_default_stays_a_row():
 
 def test_all_rows_overlap_as_the_job_does():
     found = measured(overlap="forward")
-    assert {each.exchange for each in found if each.refused} == {"diloco", "local_sgd", "ordered", "server"}
+    waits = {
+        name for name in registry.names("exchange") if "forward" not in registry.says("exchange", name, "overlaps")
+    }
+    assert {each.exchange for each in found if each.refused} == waits
+    assert {"diloco", "local_sgd", "ordered", "server"} <= waits
     assert all(each.traffic.forward for each in found if not each.refused)
 
 
@@ -200,9 +206,8 @@ def test_the_fidelity_is_that_of_the_lesser_part():
     found = {(each.exchange, each.codec): each.fidelity for each in measured()}
     lesser = {"diloco": "approximate", "local_sgd": "approximate", "half": "rounded"}
     for (exchange, codec), fidelity in found.items():
-        assert fidelity == (
-            lesser.get(exchange) or lesser.get(codec) or ("exact" if codec == "none" else "approximate")
-        )
+        exact = codec == "none" and registry.says("exchange", exchange, "fidelity") == "exact"
+        assert fidelity == (lesser.get(exchange) or lesser.get(codec) or ("exact" if exact else "approximate"))
 
 
 def test_nodes_may_have_methods_in_another_order_and_one_that_others_lack_is_refused():

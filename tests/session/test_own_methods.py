@@ -25,9 +25,19 @@ from paceline.report.record import read
 DOCS = Path(__file__).parents[2] / "docs"
 # of each kind: a name, the page that shows its module, its description in `paceline list`, and how it is used
 METHODS = {
-    "codec": ("sign", "adding-a-codec.md", "Signs times the mean magnitude; lossy, use under feedback", "feedback/{}"),
-    "exchange": ("plain", "adding-an-exchange.md", "All-reduce of whole gradients after backward, .*", "{}"),
-    "engine": ("recompute", "adding-an-engine.md", "One process that recomputes activations in backward.*", "{}:2"),
+    "codec": (
+        "strange_sign",
+        "adding-a-codec.md",
+        "Signs times the mean magnitude; lossy, use under feedback",
+        "feedback/{}",
+    ),
+    "exchange": ("strange_plain", "adding-an-exchange.md", "All-reduce of whole gradients after backward, .*", "{}"),
+    "engine": (
+        "strange_recompute",
+        "adding-an-engine.md",
+        "One process that recomputes activations in backward.*",
+        "{}:2",
+    ),
 }
 WIRE = '"""Gloo under another name."""\n\nfrom paceline.link import gloo\n\n\nclass Link(gloo.Link):\n    pass\n'
 SCRIPT = """
@@ -88,16 +98,16 @@ def test_objects_are_used_as_they_are(tmp_path):
 
 
 def test_a_class_of_a_module_takes_options_and_may_be_wrapped(stranger):
-    codec = registry.parse("codec", "stranger.sign:Codec")
+    codec = registry.parse("codec", "stranger.strange_sign:Codec")
     assert codec.needs_feedback
-    assert registry.parse("codec", "feedback/stranger.sign:Codec").inner.needs_feedback
-    with pytest.raises(ValueError, match=r"codec 'stranger.sign:Codec': too many positional arguments"):
-        registry.parse("codec", "stranger.sign:Codec:3")
-    assert registry.says("codec", "stranger.sign:Codec", "fidelity") == "approximate"
-    assert registry.head("stranger.sign:Codec:keep=1") == ("stranger.sign:Codec", "keep=1")
-    assert registry.current("codec", "stranger.sign:Codec") == "stranger.sign:Codec"
-    with join(codec="feedback/stranger.sign:Codec") as pace:
-        assert pace.run.methods["codec"] == "feedback/stranger.sign:Codec"
+    assert registry.parse("codec", "feedback/stranger.strange_sign:Codec").inner.needs_feedback
+    with pytest.raises(ValueError, match=r"codec 'stranger.strange_sign:Codec': too many positional arguments"):
+        registry.parse("codec", "stranger.strange_sign:Codec:3")
+    assert registry.says("codec", "stranger.strange_sign:Codec", "fidelity") == "approximate"
+    assert registry.head("stranger.strange_sign:Codec:keep=1") == ("stranger.strange_sign:Codec", "keep=1")
+    assert registry.current("codec", "stranger.strange_sign:Codec") == "stranger.strange_sign:Codec"
+    with join(codec="feedback/stranger.strange_sign:Codec") as pace:
+        assert pace.run.methods["codec"] == "feedback/stranger.strange_sign:Codec"
 
 
 @pytest.mark.parametrize("kind", METHODS)
@@ -134,7 +144,7 @@ def test_a_link_is_chosen_by_its_entry_point(stranger, name, monkeypatch):
     ("given", "said"),
     [
         ("stranger.nowhere:Codec", r"codec stranger\.nowhere:Codec: No module named .*; accepted: package"),
-        ("stranger.sign:Nothing", r"cannot get codec stranger\.sign:Nothing: .*no attribute 'Nothing'"),
+        ("stranger.strange_sign:Nothing", r"cannot get codec stranger\.strange_sign:Nothing: .*no attribute 'Nothing'"),
         ("pathlib:Path", r"codec pathlib:Path is no class of paceline\.contract\.Codec"),
         ("Sign Codec", r"codec 'Sign Codec' is not of the form name\[:option,\.\.\.\].* package\.module:Class"),
         (3, r"codec is a name such as 'none', 'package\.module:Class', or an object of .*Codec, got 3"),
@@ -149,23 +159,23 @@ def test_what_is_no_method_is_told_at_join(stranger, given, said):
 @pytest.mark.parametrize("kind", ["exchange", "engine"])
 def test_a_method_of_another_kind_is_told_at_join(stranger, kind):
     with pytest.raises(
-        ValueError, match=rf"{kind} stranger\.sign:Codec is no class of paceline\.contract\.{kind.title()}"
+        ValueError, match=rf"{kind} stranger\.strange_sign:Codec is no class of paceline\.contract\.{kind.title()}"
     ):
-        join(**{kind: "stranger.sign:Codec"})
+        join(**{kind: "stranger.strange_sign:Codec"})
 
 
 def test_an_engine_that_counts_anything_leaves_the_plan_its_configurations(stranger):
     """Story: `paceline plan` ended with an error of its own where a package's engine counted something new."""
-    path = stranger / "stranger" / "recompute.py"
+    path = stranger / "stranger" / "strange_recompute.py"
     before = candidates.planned()
     path.write_text(re.sub(r"(class Engine.*\n)", r"\1    counts = 'segment'\n\n", path.read_text()))
     registry._installed.cache_clear()
-    assert registry.says("engine", "recompute", "counts") == "segment"
+    assert registry.says("engine", "strange_recompute", "counts") == "segment"
     assert set(candidates.planned()) == set(before)
-    assert candidates.planned()[-1] == "recompute"
+    assert candidates.planned()[-1] == "strange_recompute"
     machine, facts = Machine(cores=2, physical_cores=2), candidates.JobFacts(rows=8)
-    assert "recompute" in candidates.candidates("exact", machine, facts, ())
-    assert not candidates.predictable("recompute")
+    assert "strange_recompute" not in candidates.candidates("exact", machine, facts, ())
+    assert not candidates.predictable("strange_recompute")
 
 
 @pytest.mark.parametrize("kind", [*METHODS, "link"])
@@ -189,10 +199,12 @@ def test_a_package_adds_methods_by_entry_points(stranger, tmp_path):
         return done.stdout + done.stderr
 
     listed = call("-m", "paceline", "list")
-    assert re.search(r"^codec +sign +Signs times the mean magnitude; lossy, use under feedback$", listed, re.M)
+    assert re.search(r"^codec +strange_sign +Signs times the mean magnitude; lossy, use under feedback$", listed, re.M)
     assert "broken" not in listed
     (tmp_path / "script.py").write_text(SCRIPT)
-    call(str(tmp_path / "script.py"), "feedback/sign", str(tmp_path / "run"))
+    call(str(tmp_path / "script.py"), "feedback/strange_sign", str(tmp_path / "run"))
     (event,) = (event for event in read(tmp_path / "run") if event["event"] == "join")
-    assert event["codec"] == "feedback/sign"
-    assert "did you mean 'sign'?" in call(str(tmp_path / "script.py"), "sing", str(tmp_path / "other"), code=1)
+    assert event["codec"] == "feedback/strange_sign"
+    assert "did you mean 'strange_sign'?" in call(
+        str(tmp_path / "script.py"), "strange_sing", str(tmp_path / "other"), code=1
+    )

@@ -67,6 +67,7 @@ def list_() -> None:
 
     Example: paceline list
     """
-    for room in registry.ROOMS:
-        for name in registry.names(room):
-            print(f"{room:10}{name:14}{registry.describe(room, name)}")
+    found = [(room, name) for room in registry.ROOMS for name in registry.names(room)]
+    width = max(len(name) for _, name in found) + 2
+    for room, name in found:
+        print(f"{room:10}{name:{width}}{registry.describe(room, name)}")

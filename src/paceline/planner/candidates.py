@@ -187,8 +187,6 @@ def _engines(machine: Machine, facts: JobFacts, engines: tuple[str, ...]) -> Ite
         return
     for engine in planned():
         counts = says("engine", engine, "counts")
-        if engine != BASELINE and not predictable(engine):
-            yield engine
         if counts == "thread" and 1 < machine.physical_cores < cores:
             yield f"{engine}:{machine.physical_cores}"
         if counts == "thread":

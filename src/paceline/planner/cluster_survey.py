@@ -13,7 +13,7 @@ from paceline.data.load_balance import fair_shares
 from paceline.messages import FACTORS
 from paceline.planner.cluster_model import NetworkModel, predict
 from paceline.planner.measure.trial import Trial
-from paceline.planner.methods import REFUSED, MeasuredMethod, Method, first_refusal, on_all, reason
+from paceline.planner.methods import FIDELITIES, REFUSED, MeasuredMethod, Method, first_refusal, on_all, reason
 from paceline.planner.plan_file import CHOSEN, Plan, Row
 from paceline.planner.step_model import StepModel
 from paceline.planner.teams import EACH, FAILED, SHARED, Team, WhatIf
@@ -141,6 +141,7 @@ class Survey:
         nodes, network = self._first(team.nodes), self._network(team.nodes, what)
         models, _ = divided(nodes, [self.engine_of[node.name] for node in nodes], team.batch)
         own_s, found = team.predicted_s or 0.0, list[Method]()
+        own = next((each.fidelity for each in nodes[0].methods if each.chosen), FIDELITIES[0])
         for first in nodes[0].methods:
             per_node = on_all(first, [node.methods for node in nodes[1:]])
             line = Method(first.exchange, first.codec, team.nodes, team.batch_size, team.link, first.fidelity)
@@ -156,7 +157,7 @@ class Survey:
                     predicted_speedup=seen.per_s / self.alone_per_s[0],
                     sent_bytes=seen.sent_bytes,
                     exposed_s=seen.exposed_s,
-                    reason=CHOSEN if first.chosen else reason(own_s, seen.step_s, first.fidelity),
+                    reason=CHOSEN if first.chosen else reason(own_s, seen.step_s, first.fidelity, own),
                 )
             )
         return tuple(found)

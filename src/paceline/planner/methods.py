@@ -56,9 +56,10 @@ class Method:
     reason: str = ""
 
 
-def reason(own_s: float, predicted_s: float, fidelity: str) -> str:
-    """Why it is not the job's own, which takes ``own_s``; 0: which is refused."""
-    updates = "the same updates" if fidelity == FIDELITIES[0] else f"other updates ({fidelity})"
+def reason(own_s: float, predicted_s: float, fidelity: str, own: str = FIDELITIES[0]) -> str:
+    """Why it is not the job's own, of fidelity ``own``, which takes ``own_s``; 0: which is refused."""
+    exact = "the same updates" if own == FIDELITIES[0] else "exact updates"
+    updates = exact if fidelity == FIDELITIES[0] else f"other updates ({fidelity})"
     if not own_s:
         return f"{updates}; the job's own is refused"
     times = own_s / predicted_s
