@@ -143,7 +143,7 @@ def test_every_model_equals_plain_pytorch(kind, clip, exchange):
     model = build(MODELS[kind])
     want, losses = reference(model, DATA, OPTIMIZERS["momentum"], clip)
     ((state, found),) = train(lambda: pipeline.Engine(2, 3), model, "momentum", clip=clip, exchange=exchange)
-    assert gap(state, want) < 1e-11
+    assert gap(state, want) < 1e-12
     assert found == pytest.approx(losses, rel=1e-12)
 
 
@@ -179,8 +179,8 @@ def test_a_gradient_that_forward_computes_is_not_that_of_the_step(exchange):
     want, losses = reference(model, DATA, OPTIMIZERS["momentum"])
     made = partial(pipeline.Engine, 2, 4, cut="second")
     ((state, found),) = train(made, model, "momentum", exchange=exchange)
-    assert gap(state, want) < 1e-11
-    assert found == pytest.approx(losses, rel=1e-11)
+    assert gap(state, want) < 1e-12
+    assert found == pytest.approx(losses, rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", [Penalised, Sharp, Curved])
@@ -259,7 +259,7 @@ def test_connections_that_go_around_the_cut(cut, exchange):
     data = [(torch.randn(12, IN, dtype=torch.float64), torch.arange(12) % 3) for _ in range(4)]
     want, _ = reference(model, data, OPTIMIZERS["sgd"])
     ((state, _),) = train(lambda: pipeline.Engine(2, 3, cut=cut), model, "sgd", data, exchange=exchange)
-    assert gap(state, want) < 1e-11
+    assert gap(state, want) < 1e-12
 
 
 @pytest.mark.parametrize("exchange", [DENSE, FACTORS])
@@ -268,7 +268,7 @@ def test_a_cut_between_a_layer_and_its_activation(exchange):
     data = [(torch.randn(12, 64, dtype=torch.float64), torch.arange(12) % 9) for _ in range(3)]
     want, _ = reference(model, data, OPTIMIZERS["sgd"])
     ((state, _),) = train(lambda: pipeline.Engine(2, 2, cut="1"), model, "sgd", data, exchange=exchange)
-    assert gap(state, want) < 1e-11
+    assert gap(state, want) < 1e-12
 
 
 @pytest.mark.parametrize("cut", ["", "head"])

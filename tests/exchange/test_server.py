@@ -16,7 +16,7 @@ from paceline.messages import ALL_GATHER, REDUCE_SCATTER, SHIFT
 from paceline.step.average import average
 
 DATA = [rows(24, seed) for seed in range(5)]
-CLOSE = 1e-11  # Adam divides by small numbers
+CLOSE = 1e-12
 ANY = {name: lambda p, name=name: getattr(torch.optim, name)(p, lr=0.01) for name in ELEMENTWISE}
 ANY |= {name: made for name, made in OPTIMIZERS.items() if name != "lars"}
 ANY["amsgrad"] = lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True)

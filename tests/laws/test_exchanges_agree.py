@@ -54,7 +54,7 @@ def test_every_optimizer_clip_and_model(kind, optimizer, clip):
     model = build(MODELS[kind])
     want, _ = reference(model, BATCHES, OPTIMIZERS[optimizer], clip)
     for state, _, _ in train(2, model, optimizer=OPTIMIZERS[optimizer], clip=clip):
-        assert gap(state, want) < 1e-11  # Adam divides by small numbers
+        assert gap(state, want) < 1e-12
 
 
 def test_factors_are_used_where_they_are_fewer_bytes_and_only_there():
