@@ -334,6 +334,42 @@ def test_what_a_script_uses_is_read_in_it(text, uses, starts, tmp_path, monkeypa
     assert ddp_script.used(["-m", "nowhere.train"]) == ""
 
 
+DIRECT = "from torch.nn.parallel import DistributedDataParallel"
+
+
+@pytest.mark.parametrize(
+    ("files", "uses"),
+    [
+        ({"train.py": "import engine", "engine.py": DIRECT}, "DistributedDataParallel"),
+        ({"train.py": "from lib import core", "lib/__init__.py": "", "lib/core.py": DIRECT}, "DistributedDataParallel"),
+        ({"train.py": "def f():\n import lib.core.inner", "lib/core/inner.py": DIRECT}, "DistributedDataParallel"),
+        (
+            {
+                "train.py": "import lib",
+                "lib/__init__.py": "from . import a",
+                "lib/a.py": "from .b import c",
+                "lib/b.py": DIRECT,
+            },
+            "DistributedDataParallel",
+        ),
+        ({"train.py": "import a", "a.py": "import b", "b.py": f"import a\n{DIRECT}"}, "DistributedDataParallel"),
+        ({"train.py": "import engine\nimport paceline\npaceline.join()", "engine.py": DIRECT}, ""),
+        ({"train.py": "import engine", "engine.py": f"from paceline import join\n{DIRECT}"}, ""),
+        ({"train.py": "import os, nowhere", "engine.py": DIRECT}, ""),
+        ({"train.py": "import engine", "engine.py": f"what is this\n{DIRECT}"}, "DistributedDataParallel"),
+    ],
+)
+def test_what_a_script_imports_from_its_folder_is_looked_at_too(files, uses, tmp_path, monkeypatch):
+    """Story: an entry script of two lines was planned as if it called paceline.join, and refused as it did not."""
+    for name, text in files.items():
+        (tmp_path / "code" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "code" / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert ddp_script.used(["code/train.py"]) == uses
+    monkeypatch.chdir("code")
+    assert ddp_script.used(["train.py"]) == ddp_script.used(["-m", "train"]) == uses
+
+
 @pytest.mark.parametrize(
     ("plan", "alone", "starter"), [("auto", True, "script"), ("auto", False, "run"), ("processes:2", True, "run")]
 )

@@ -25,40 +25,65 @@ USES = re.compile(
 LAUNCHES = re.compile(r"\b(Trainer|Fabric|LightningCLI)\(")  # Lightning's, which starts processes
 OURS = "join", "Pace", "launch"  # what a script calls that needs no wrapper
 ITSELF = "DistributedDataParallel", "init_process_group"  # what a script calls that uses no library
+MOST_FILES = 200  # of a script and what it imports, that are looked at
 STEPS, LIMIT_S = 18, 600.0  # of `paceline.ddp.stopwatch`
 
 
 def used(command: Sequence[str]) -> str:
     """What of torch's or a library's data parallelism a script uses that does not call `paceline.join`; else empty."""
-    text = _text(command)
-    found = list(USES.finditer(text))
+    texts = _texts(command)
+    found = [each for text in texts for each in USES.finditer(text)]
     # a library's own name before those of torch that stand in the script as well
     names = [each[1] for each in found if each[1]] + [each[2] for each in found if each[2]]
-    return "" if not names or _joins(text) else names[0]
+    return "" if not names or any(map(_joins, texts)) else names[0]
 
 
 def starts_processes(command: Sequence[str]) -> bool:
     """Whether the script's library starts processes where it is given no ranks."""
-    text = _text(command)
+    text = "\n".join(_texts(command))
     return "lightning" in used(command) and bool(LAUNCHES.search(text)) and "init_process_group" not in text
 
 
-def _text(command: Sequence[str]) -> str:
-    """The source of a script, or of a module after -m in this folder; empty where it is elsewhere."""
+def _texts(command: Sequence[str]) -> list[str]:
+    """The sources of a script, or of a module after -m in this folder, and of what it imports from there."""
     path = Path(command[0])
     if command[0] == "-m":
         folder = Path(*command[1].split("."))
         path = folder / "__main__.py" if folder.is_dir() else folder.with_suffix(".py")
-    return path.read_text(errors="replace") if path.is_file() else ""
+    root = Path() if command[0] == "-m" else path.parent
+    found, left = dict[Path, str](), [path]
+    while left and len(found) < MOST_FILES:
+        path = left.pop(0)
+        if path not in found and path.is_file():
+            found[path] = path.read_text(errors="replace")
+            left += _imported(found[path], path, root)
+    return list(found.values())
 
 
-def _joins(text: str) -> bool:
+def _imported(text: str, path: Path, root: Path) -> list[Path]:
+    """The files of a folder's own modules that a source imports, wherever in it."""
+    modules = list[Path]()
+    for node in _nodes(text):
+        if isinstance(node, ast.Import):
+            modules += [root.joinpath(*alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = path.parents[node.level - 1] if 0 < node.level <= len(path.parents) else root
+            module = start.joinpath(*(node.module or "").split("."))
+            modules += [module, *(module / alias.name for alias in node.names)]
+    return [each for one in modules for each in (one.parent / f"{one.name}.py", one / "__init__.py")]
+
+
+def _nodes(text: str) -> list[ast.AST]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            nodes = list(ast.walk(ast.parse(text)))
-    except SyntaxError:  # which Python will show
-        return False
+            return list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError):  # which Python will show
+        return []
+
+
+def _joins(text: str) -> bool:
+    nodes = _nodes(text)
     ours = {
         alias.asname or "paceline"
         for node in nodes
