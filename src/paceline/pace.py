@@ -28,8 +28,8 @@ from paceline.exchange.flow import gather
 from paceline.exchange.flow.control import alone
 from paceline.job import Job
 from paceline.launch.signals import Stopped
-from paceline.launch.supervise import process_status
 from paceline.planner.measure.stopwatch import times
+from paceline.report import process_status
 from paceline.report.log import log
 from paceline.report.record import Record
 from paceline.step import buffer_broadcast

@@ -33,13 +33,13 @@ from paceline.errors import CheckpointError, LinkError, NeverStepped, NoGradient
 from paceline.job import Job
 from paceline.launch.machine import memory_bytes, survey
 from paceline.launch.signals import RESUME_CODE
-from paceline.launch.supervise import process_status
 from paceline.link.net.auth import secret_of_environment
 from paceline.link.net.collective_run import Collective
 from paceline.pace import Pace
 from paceline.planner import plan_cache
 from paceline.planner.diagnose import equivalence
 from paceline.planner.measure import stopwatch
+from paceline.report import process_status
 from paceline.report.log import configure, log
 from paceline.step import several_schedulers
 from paceline.training import Training

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import DistributedDataParallel as Base
 
-from paceline.ddp import fused, handshake, hierarchical, import_hook, stopwatch
+from paceline.ddp import ending, fused, handshake, hierarchical, import_hook, stopwatch
 from paceline.ddp.exchange import UNLIKE, BucketSums
 from paceline.ddp.factors import Factors
 from paceline.ddp.lane import Lane
@@ -69,10 +69,12 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
             self._remake_reducer()
         if self._sums and not self._left_to_torch(module):
             _install(self, self._sums)
+        ending.of_process.watch()
         if kept:
             kept.begin(self.process_group, self._sums.lane if self._sums else None, on_cpus=gloo)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
+        ending.of_process.steps += torch.is_grad_enabled() and self.require_backward_grad_sync
         if self._stopwatch and torch.is_grad_enabled():
             self._stopwatch.forward((*inputs, *options.values()), self.require_backward_grad_sync)
         return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]

@@ -23,12 +23,12 @@ from paceline import registry
 from paceline.ddp import import_hook
 from paceline.environment import variable
 from paceline.launch.signals import AGAIN_S
-from paceline.launch.supervise import process_status
 from paceline.launch.supervise.local_nodes import DONE, FAILED, HOLDS, JOINS, Team
 from paceline.launch.supervise.node_restarts import NodeRestarts
 from paceline.launch.supervise.restart_policy import Ending, Restarts
 from paceline.launch.supervise.trained_alone import Notes
 from paceline.link.net.ticket import JoinTicket
+from paceline.report import process_status
 from paceline.report.log import log
 
 GRACE_S = 15.0

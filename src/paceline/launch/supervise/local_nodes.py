@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from paceline.launch.child_processes import end_with
-from paceline.launch.supervise import process_status
 from paceline.launch.supervise.restart_policy import Fault, fault
+from paceline.report import process_status
 
 # states of a node: it trains with all state; it waits for admission as a joining node; it has ended; it has failed
 HOLDS, JOINS, DONE, FAILED = "holds", "joins", "done", "failed"

@@ -55,8 +55,10 @@ class Restarts:
         begun, previous = self._has_begun or ending.begun, self._previous_faults
         faults = {(NUMBERS.sub("#", error), step): error for error, step in ending.faults}
         self._has_begun, self._previous_faults = begun, frozenset(faults)
-        # an error before any process has joined is one that users must fix
-        if not self.limit or not ending.code or (ending.done and faults) or not (begun or ending.killed):
+        if not self.limit or not ending.code or (ending.done and faults):
+            return None
+        if not (begun or ending.killed):  # an error that users must fix
+            log.error("the run failed before training began: not started again (--restarts)")
             return None
         if repeated := faults.keys() & previous:
             step = next(iter(repeated))[1]
