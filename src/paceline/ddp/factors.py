@@ -94,7 +94,7 @@ class Factors:
     """The weights of ``module`` that may travel as factors among ``size`` ranks; none without a module."""
 
     def __init__(self, module: nn.Module | None, size: int):
-        module = module or nn.Module()
+        module = nn.Module() if module is None else module
         parameters, self.size = dict(module.named_parameters()), size
         self.weights = {
             id(layers[0]): Weight(name, parameters[name])

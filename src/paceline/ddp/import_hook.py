@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 
 from paceline.ddp import after_import
 
@@ -37,8 +37,13 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([INHERITED, *before])}
 
 
+# of torch's errors, where a script asks for nccl on a machine without a GPU
+NO_GPU = "doesn't have NCCL built in", "ProcessGroupNCCL is only supported with GPUs"
+
+
 def install() -> None:
     _say_who_starts()
+    _hint_at_gloo()
     after_import.call("accelerate", _together)
     for name in LIGHTNING:
         after_import.call(name, _all_are_started)
@@ -51,8 +56,33 @@ def _say_who_starts() -> None:
     if starts == SCRIPT:
         for name in (*RANKS, STARTED_BY):  # its children are given ranks by it
             os.environ.pop(name, None)
-    elif starts == RUN and (name := _interface()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    elif starts == RUN:
+        _as_torchrun()
+        if name := _interface():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _as_torchrun() -> None:
+    """Its other variables, of processes that have their ranks."""
+    if all(name in os.environ for name in RANKS):
+        rank, size, each = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        os.environ.setdefault(ELASTIC, "paceline")
+        os.environ.setdefault("GROUP_WORLD_SIZE", str(int(size) // max(1, int(each))))
+        for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("NAME", "default")):
+            os.environ.setdefault(f"ROLE_{name}", value)
+
+
+def _hint_at_gloo() -> None:
+    before = sys.excepthook
+
+    def hinted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        if any(words in str(error) for words in NO_GPU):
+            from paceline.report.log import log
+
+            log.error("this process has no GPU, which nccl needs; init_process_group('gloo') trains on CPUs")
+
+    sys.excepthook = hinted
 
 
 def _all_are_started() -> None:

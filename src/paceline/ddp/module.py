@@ -69,6 +69,8 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
             self._remake_reducer()
         if self._sums and not self._left_to_torch(module):
             _install(self, self._sums)
+        elif gloo and not _asked_for_torchs() and Factors(module, dist.get_world_size(self.process_group)).of:
+            self._say_why(self._why_torchs(module))
         ending.of_process.watch()
         if kept:
             kept.begin(self.process_group, self._sums.lane if self._sums else None, on_cpus=gloo)
@@ -120,8 +122,21 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         return handshake.message(list(factors.of.values()), self._fused.names if self._fused else [], cpu, shares)
 
     def _left_to_torch(self, module: nn.Module) -> bool:
-        otherwise = self._delay_all_reduce_all_params or self._use_python_reducer or self._comm_hooks
-        return bool(otherwise) or _without_factors(module)
+        return bool(self._why_torchs(module)) or _asked_for_torchs()
+
+    def _why_torchs(self, module: nn.Module) -> str:
+        """What of this model has torch's sums; empty where ours serve it."""
+        if self._delay_all_reduce_all_params:
+            return "delay_all_reduce_named_params"
+        if self._use_python_reducer:
+            return "torch's Python reducer (compiled autograd)"
+        if self._comm_hooks:
+            return "a communication hook"
+        return _why_no_factors(module)
+
+    def _say_why(self, why: str) -> None:
+        if why and dist.get_rank(self.process_group) == 0:
+            log.info(f"DistributedDataParallel: gradients are summed as torch sums them, because of {why}")
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         fused.refuse_hooks(self._fused)
@@ -129,6 +144,8 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         if not self._sums:
             super().register_comm_hook(state, hook)
             return
+        if not self._left_to_torch(self.module):
+            self._say_why("a communication hook")
         self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
         if self._theirs:
             raise RuntimeError("register_comm_hook can only be called once")
@@ -221,8 +238,15 @@ def _install(module: DistributedDataParallel, sums: BucketSums) -> None:
 
 
 def _without_factors(module: nn.Module) -> bool:
-    asked = os.environ.get(import_hook.VARIABLE) == import_hook.TORCHS
-    return asked or _compiled(module) or _sparse(module)
+    return _asked_for_torchs() or bool(_why_no_factors(module))
+
+
+def _asked_for_torchs() -> bool:
+    return os.environ.get(import_hook.VARIABLE) == import_hook.TORCHS
+
+
+def _why_no_factors(module: nn.Module) -> str:
+    return "a compiled model" if _compiled(module) else "an embedding with sparse gradients" if _sparse(module) else ""
 
 
 def _compiled(module: nn.Module) -> bool:
