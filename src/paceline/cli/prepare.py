@@ -7,7 +7,7 @@ import dataclasses
 import importlib.metadata
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -231,6 +231,14 @@ def check_script(command: list[str]) -> None:
         )
     elif not Path(command[0]).is_file():
         raise ValueError(f"no script at {command[0]!r}; give the path of a Python file, or -m and a module")
+
+
+def note_behind_script(command: Sequence[str]) -> None:
+    """Says that options of `paceline run` which follow the script are the script's."""
+    words = [word.partition("=")[0] for word in command[1:]]
+    if given := [word for word in words if word in ("--plan", "--nodes", "-H", "--hosts", "--restarts", "--ddp-off")]:
+        text = f"{', '.join(given)} after {command[0]} is an argument of the script; options of paceline go before it"
+        console.print(text, markup=False)
 
 
 def plan_of_ddp(command: list[str], choice: str, alone: bool) -> str:

@@ -61,6 +61,7 @@ def run(
     """
     command, hosts = [script, *context.args], listed(named)
     prepare.check_script(command)
+    prepare.note_behind_script(command)
     plan = prepare.reproducible_plan(plan, reproducible)
     parse_shares(shares or "measured")
     prepare.check_alone(hosts, send, data, detach)

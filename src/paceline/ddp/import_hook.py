@@ -66,8 +66,10 @@ def _as_torchrun() -> None:
     """Its other variables, of processes that have their ranks."""
     if all(name in os.environ for name in RANKS):
         rank, size, each = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        sizes = os.environ.get("PACELINE_LOCAL_SIZES", "").split(",")  # where nodes have unlike numbers
+        num_nodes = len(sizes) if len(sizes) > 1 else int(size) // max(1, int(each))
         os.environ.setdefault(ELASTIC, "paceline")
-        os.environ.setdefault("GROUP_WORLD_SIZE", str(int(size) // max(1, int(each))))
+        os.environ.setdefault("GROUP_WORLD_SIZE", str(num_nodes))
         for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("NAME", "default")):
             os.environ.setdefault(f"ROLE_{name}", value)
 

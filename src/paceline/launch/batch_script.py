@@ -34,7 +34,7 @@ export PACELINE_FOLDER={out}
 PACELINE_SECRET=$(cat "$secret"); export PACELINE_SECRET
 if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then export PACELINE_RESUME=1; fi
 
-srun --cpus-per-task={cpus} {python} {command}
+srun --cpus-per-task={cpus} {python} {module}{command}
 code=$?
 # {stopped}: stopped before the time limit; {resume}: too few nodes are left. In both cases all is saved
 if [ $code -eq {stopped} ] || [ $code -eq {resume} ]; then
@@ -60,6 +60,7 @@ class BatchJob:
     partition: str = ""
     out: Path = Path("runs")
     restarts: int = 20
+    module: str = ""  # that runs the script
 
     def __post_init__(self) -> None:
         for name in ("nodes", "cpus"):
@@ -97,6 +98,7 @@ class BatchJob:
             engine=f"export PACELINE_ENGINE={shlex.quote(self.plan)}\n" if self.plan else "",
             python=shlex.quote(sys.executable),
             cpus=self.cpus,
+            module=f"-m {self.module} " if self.module else "",
             command=shlex.join(self.command),
             restarts=self.restarts,
             stopped=128 + signal.SIGTERM,
