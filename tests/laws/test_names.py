@@ -55,7 +55,7 @@ MEANT = {
     "emulated": ("report/page/scaling.py", "report/page/summary.py", "session.py"),
     "reproducible": ("engine/checks/join_arguments.py",),
     # a backend of torch's
-    "gloo": ("ddp/module.py", "link/nccl.py"),
+    "gloo": ("ddp/import_hook.py", "ddp/module.py", "link/nccl.py"),
     "half": ("launch/doctor/host_probe.py",),  # duplex
     "processes": ("report/usage.py",),  # of the machine
 }

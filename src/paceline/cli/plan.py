@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import sys
@@ -30,9 +32,12 @@ from paceline.planner import planner as planning
 from paceline.planner.plan_tables import method_table, pair_table, team_table
 from paceline.planner.planner import Plan
 from paceline.planner.teams import WhatIf, describe_factors
+from paceline.registry import PROCESSES, REPRODUCIBLE
 from paceline.train.settings import Settings
 
 MAX_RANKS = 8  # of a script that says itself how it is divided, where --rows does not ask for more
+# options of a plan alone
+PLANNED = {"fidelity", REPRODUCIBLE, "budget", "every", "what_if", "nodes", "link", "out"}
 MAX_LISTED = 64  # nodes for which --nodes prints one line per number
 
 
@@ -89,7 +94,7 @@ def plan(
     imagined = _imagined(what_if or [], nodes, link, bool(hosts))
     command = _command(script, context.args, model, data, batch_size)
     if script and (used := ddp_script.used(command)):
-        _time_ddp(command, used, rows, listed(named))
+        _time_ddp(context, command, used, _words(hosts), ssh_command)
         return
     how: dict[str, Any] = {"fidelity": fidelity, "budget_s": budget, "rows": _words(rows) or None}
     if hosts and reproducible:
@@ -140,18 +145,31 @@ def _command(script: str | None, more: list[str], model: str | None, data: str |
     return [script, *more]
 
 
-def _time_ddp(command: list[str], used: str, rows: str | None, hosts: str | None) -> None:
-    """Of a script that divides its own work among processes. Raises ValueError for what needs `join`."""
-    if hosts:
+def _check_ddp(command: list[str], used: str, context: typer.Context) -> None:
+    """Raises ValueError for what needs `join`."""
+    options = {each.name: each.opts[0] for each in context.command.params if each.name in PLANNED}
+    sources = {option: context.get_parameter_source(name) for name, option in options.items() if name}
+    given = [option for option, source in sources.items() if source and source.name == "COMMANDLINE"]
+    if given:
         raise ValueError(
-            f"{command[0]} uses {used}, and is timed on one machine; leave -H out, or start it on all of them: "
-            f"paceline run -H {hosts} {command[0]}"
+            f"{command[0]} uses {used}: its steps are timed with torch's class and with ours, and no plan is made; "
+            f"leave {', '.join(given)} out; -H, --rows {PROCESSES}:k and --json are accepted"
         )
-    cores = survey().cores
+
+
+def _time_ddp(context: typer.Context, command: list[str], used: str, hosts: list[str], ssh_command: str) -> None:
+    """Of a script that divides its own work among processes."""
+    _check_ddp(command, used, context)
+    env, python, address, rows, as_json = map(context.params.get, ("env", "python", "address", "rows", "as_json"))
+    reached = ("--env", env), ("--python", python), ("--address", address), ("--ssh", ssh_command)
+    options = [word for name, value in reached if value for word in (name, value)]
+    machines, cores = ddp_script.Machines(hosts, options), survey().cores
     ranks = max(map(num_processes, _words(rows))) if rows else min(MAX_RANKS, cores)
-    with ChildProcesses(), Measuring(lines=True) as screen:
-        found = ddp_script.timings(command, ranks, screen.show)
-    for text in ddp_script.report(found, cores):
+    with ChildProcesses(), Measuring(lines=not as_json) as screen:
+        found = ddp_script.timings(command, ranks, screen.show, machines)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(one) for one in found]))
+    for text in ddp_script.report(found, cores) if not as_json else ():
         console.print(text, markup=False, highlight=False)
     if all(one.error for one in found):
         raise ValueError(f"{command[0]} could not be timed: {found[0].error}")

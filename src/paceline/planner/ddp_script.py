@@ -7,10 +7,10 @@ import json
 import os
 import re
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from paceline.ddp import import_hook
@@ -23,6 +23,7 @@ USES = re.compile(
     re.MULTILINE,
 )
 LAUNCHES = re.compile(r"\b(Trainer|Fabric|LightningCLI)\(")  # Lightning's, which starts processes
+SPAWNS = re.compile(r"\b(?:mp|multiprocessing)\.(?:spawn|start_processes)\(|\bnotebook_launcher\(")
 OURS = "join", "Pace", "launch"  # what a script calls that needs no wrapper
 ITSELF = "DistributedDataParallel", "init_process_group"  # what a script calls that uses no library
 MOST_FILES = 200  # of a script and what it imports, that are looked at
@@ -39,9 +40,11 @@ def used(command: Sequence[str]) -> str:
 
 
 def starts_processes(command: Sequence[str]) -> bool:
-    """Whether the script's library starts processes where it is given no ranks."""
-    text = "\n".join(_texts(command))
-    return "lightning" in used(command) and bool(LAUNCHES.search(text)) and "init_process_group" not in text
+    """Whether the script, or its library, starts processes where it is given no ranks."""
+    text, name = "\n".join(_texts(command)), used(command)
+    if "lightning" in name:
+        return bool(LAUNCHES.search(text)) and "init_process_group" not in text
+    return bool(name and SPAWNS.search(text))
 
 
 def _texts(command: Sequence[str]) -> list[str]:
@@ -127,17 +130,32 @@ class Timing:
         return f"{text}, {samples:.2f}x the samples per second"
 
 
-def timings(command: Sequence[str], ranks: int, show: Callable[[str], None]) -> list[Timing]:
-    """One process, then ``ranks`` of them with torch's class and with ours. A library wraps no model of one process."""
-    name, found = used(command), []
-    if name in ITSELF:
+@dataclass(frozen=True)
+class Machines:
+    """``hosts``: all that take part, and ``options`` of `paceline run` by which they are reached."""
+
+    hosts: Sequence[str] = ()
+    options: Sequence[str] = ()
+
+
+def timings(
+    command: Sequence[str], ranks: int, show: Callable[[str], None], machines: Machines = Machines()
+) -> list[Timing]:
+    """One process, then ``ranks`` of them with torch's class and with ours; then as many on each of several machines. A
+    library, or a script that starts its processes itself, has no such first row."""
+    own, found = starts_processes(command), []
+    if used(command) in ITSELF and not own:
         found.append(_timed(command, ("--plan", f"{PROCESSES}:1"), "1 process", 1, import_hook.TORCHS, show))
     else:
         ranks = max(ranks, 2)
-    if ranks > 1:
-        launch = () if starts_processes(command) else ("--plan", f"{PROCESSES}:{ranks}")
+    launch: tuple[str, ...] = () if own else ("--plan", f"{PROCESSES}:{ranks}")
+    ways = [(launch, f"{ranks} processes", ranks)] if ranks > 1 else []
+    if (count := len(machines.hosts)) > 1:
+        there = "-H", ",".join(machines.hosts), *machines.options, "--plan", f"{PROCESSES}:{ranks}"
+        ways.append((there, f"{count * ranks} processes on {count} machines", count * ranks))
+    for words, where, size in ways:
         for whose, kind in (("torch's", import_hook.TORCHS), ("paceline's", "")):
-            found.append(_timed(command, launch, f"{ranks} processes, {whose} class", ranks, kind, show))
+            found.append(_timed(command, words, f"{where}, {whose} class", size, kind, show))
     return found
 
 
@@ -145,16 +163,15 @@ def _timed(
     command: Sequence[str], launch: Sequence[str], name: str, ranks: int, kind: str, show: Callable[[str], None]
 ) -> Timing:
     show(f"trying {name}")
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        path = Path(folder) / "said.json"
-        start = [sys.executable, "-m", "paceline", "run", *launch]
-        ended = run_in_process([*start, *command], {import_hook.TIMED: str(path), import_hook.VARIABLE: kind}, LIMIT_S)
-        if path.exists():
-            said = json.loads(path.read_text())
-            return Timing(name.replace(str(ranks), str(said["ranks"]), 1), **said)
+    start = [sys.executable, "-m", "paceline", "run", *launch]
+    given = {import_hook.TIMED: "1", import_hook.VARIABLE: kind, "PACELINE_LOG": "info"}
+    ended = run_in_process([*start, *command], given, LIMIT_S, wanted=import_hook.FOUND)
+    if ended.told:
+        said = json.loads(ended.told)
+        return Timing(name.replace(str(ranks), str(said["ranks"]), 1), **said)
     if ended.code is None:
         return Timing(name, ranks, error=f"{STEPS} steps took more than {LIMIT_S:.0f} s")
-    hint = "; Lightning wraps no model with devices=1" if starts_processes(command) else ""
+    hint = "; Lightning wraps no model with devices=1" if "lightning" in used(command) else ""
     why = f"it ended before {STEPS} steps under DistributedDataParallel ({ended.last_line}){hint}"
     return Timing(name, ranks, error=why)
 
@@ -162,8 +179,11 @@ def _timed(
 def report(found: Sequence[Timing], cores: int) -> list[str]:
     """Lines for people; what `join` would add is the last."""
     lines = [one.words(found[0]) for one in found]
-    if len(found) > 1 and found[-2].step_s and found[-1].step_s:
-        lines.append(f"paceline's class: {found[-2].step_s / found[-1].step_s:.2f}x torch's")
+    pairs = [(one, other) for one, other in pairwise(found) if one.ranks == other.ranks > 1]
+    for theirs, ours in pairs:
+        if theirs.step_s and ours.step_s:
+            where = f" with {ours.ranks} processes" if len(pairs) > 1 else ""
+            lines.append(f"paceline's class{where}: {theirs.step_s / ours.step_s:.2f}x torch's")
     if os.environ.get("OMP_NUM_THREADS") is None and len(found) > 1:
         lines.append(f"each process had its part of {cores} cores")
     lines.append(

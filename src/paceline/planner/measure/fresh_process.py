@@ -20,14 +20,19 @@ KILLED = 137, -signal.SIGKILL  # exit codes after SIGKILL: of a child of the com
 
 @dataclass(frozen=True)
 class ProcessResult:
-    """``code``: the exit code; None if the deadline passed. ``last_line``: the last line on stderr."""
+    """``code``: the exit code; None if the deadline passed. ``last_line``: the last line on stderr. ``told``: what
+    follows the wanted words there."""
 
     code: int | None
     last_line: str
+    told: str = ""
 
 
-def run_in_process(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> ProcessResult:
-    """Discards stdout and keeps the last line of stderr. The process also ends when this one is interrupted."""
+def run_in_process(
+    command: Sequence[str], environment: Mapping[str, str], limit_s: float, wanted: str | None = None
+) -> ProcessResult:
+    """Discards stdout and keeps the last line of stderr, and what follows ``wanted`` there. The process also ends when
+    this one is interrupted."""
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
             command,
@@ -46,7 +51,8 @@ def run_in_process(command: Sequence[str], environment: Mapping[str, str], limit
         errors.seek(0)
         lines = errors.read().decode(errors="replace").strip().splitlines()
     last_line = lines[-1][:300] if lines else f"exit code {code}"
-    return ProcessResult(code, f"{last_line}: killed, as where memory runs out" if code in KILLED else last_line)
+    told = next((line.partition(wanted)[2] for line in lines if wanted and wanted in line), "")
+    return ProcessResult(code, f"{last_line}: killed, as where memory runs out" if code in KILLED else last_line, told)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
