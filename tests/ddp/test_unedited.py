@@ -282,6 +282,17 @@ def test_who_stood_still_itself_takes_nobody_for_lost(monkeypatch):
     assert watch.silent() == []
 
 
+def test_who_ended_before_the_first_beat_is_named_too(monkeypatch):
+    """Story: a rank that was killed in its first second was in torch's trace alone."""
+    now = [0.0]
+    watch = watcher(now, monkeypatch)
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    watch._take([1], ["1 there"])
+    heard = watch.silent
+    monkeypatch.setattr(watch, "silent", lambda: watch._take([1], [f"{now[0]} there"]) or heard())
+    assert watch.explain() == "rank 2 was not heard for 2.5 s and is taken for lost; this process (rank 0) ends"
+
+
 def test_the_path_of_the_folder_is_in_the_package():
     assert (Path(import_hook.INHERITED) / "sitecustomize.py").is_file()
 

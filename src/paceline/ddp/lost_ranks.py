@@ -84,6 +84,8 @@ class LostRanks:
         while not (found := self.silent()) and not self.left and not self.cut_off and time.monotonic() < end:
             time.sleep(BEAT_S / 4)
         ends = f"this process (rank {self.rank}) ends"
+        if not found and not self.left and not self.cut_off:  # who ended before the first beat
+            found = [rank for rank in range(self.size) if rank not in self.heard and rank != self.rank]
         if found:
             return f"{self._named(found)} was not heard for {SUSPECT_S:g} s and is taken for lost; {ends}"
         if self.left:
