@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+import mpirun
+import slurm
 from launching import unedited
 from machines import Machines, needs_machines
+from needs import want
 from paceline.launch.local import free_port
 
 pytestmark = [pytest.mark.dear, pytest.mark.long]
@@ -36,6 +43,30 @@ def said(command, folder, script):
     return unedited((*start, *words), folder)
 
 
+def ran(command, folder, **more):
+    """What any command prints, in which `python` and `mpirun` are those of the tests."""
+    given = dict(each.split("=") for each in command.split() if re.match(r"[A-Z_]+=", each))
+    name, *words = [word for word in shlex.split(command) if "=" not in word or word.startswith("-")]
+    start = {
+        "paceline": [sys.executable, "-m", "paceline"],
+        "torchrun": [sys.executable, *TORCHRUN, str(free_port())],
+        "mpirun": mpirun.command(2)[: -len(("-n", "2", sys.executable))] if name == "mpirun" else [],
+    }.get(name, [name])
+    words = [sys.executable if word == "python" else word for word in words]
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("PACELINE_", "SLURM_", "OMPI_"))}
+    done = subprocess.run(
+        [*start, *words],
+        env={**clean, "OMP_NUM_THREADS": "1", **given, **more},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize(
     ("page", "command"), [(page, each) for page in PAGES for each in commands(page) if HOSTS not in each]
 )
@@ -57,3 +88,76 @@ def test_on_two_machines(page, tmp_path):
         there = command.replace(HOSTS, f"{machines.hosts(2)} --ssh {shlex.quote(machines.ssh)}")
         text = said(there, tmp_path, script.replace("devices=2", "devices=1, num_nodes=2"))
     assert re.search(r"^(\[node0\] )?2 processes", text, re.MULTILINE)
+
+
+DDP = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(100):
+    optimizer.zero_grad()
+    model(torch.randn(16, 64)).square().mean().backward()
+    optimizer.step()
+print(f"{dist.get_world_size()} processes of {type(model).__module__}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def of_ddp():
+    page = (DOCS / "from-ddp.md").read_text()
+    starts = ("paceline", "torchrun", "srun", "mpirun", "PACELINE_")
+    return [
+        *(each for each in commands("from-ddp.md") if each.startswith(starts) and not each.startswith("paceline:")),
+        *re.findall(r"`(paceline (?:plan|run)[^`]* ddp\.py)`", page),
+    ]
+
+
+@pytest.mark.parametrize("command", [each for each in of_ddp() if HOSTS not in each])
+def test_of_a_ddp_script(command, tmp_path):
+    (tmp_path / "ddp.py").write_text(DDP)
+    if command.startswith("mpirun"):
+        want(mpi=mpirun.unavailable())
+    if "sbatch" in command:
+        assert "(4 nodes, 1 task each)" in ran(command, tmp_path)
+        assert "srun" in (tmp_path / "ddp.sbatch").read_text()
+    elif command.startswith("srun"):
+        want(slurm=slurm.unavailable())
+        with slurm.Slurm() as cluster:
+            there = {**cluster.environment, "MASTER_ADDR": "127.0.0.1"}
+            assert "2 processes of paceline.ddp" in ran(command.replace("srun", "srun -N2"), tmp_path, **there)
+    elif " plan " in command:
+        assert re.search(r"^paceline's class: \S+x torch's", ran(command, tmp_path), re.MULTILINE)
+    else:
+        module = "torch.nn.parallel" if "--ddp-off" in command else "paceline.ddp"
+        count = 2 if re.search(r"processes:2|per-node 2|-n 2", command) else 1
+        assert f"{count} processes of {module}" in ran(command, tmp_path)
+
+
+def test_the_pages_commands_are_all_found():
+    """Or some of them would be run by no test."""
+    first = {each.split()[0] for each in of_ddp()}
+    assert first == {"paceline", "torchrun", "srun", "mpirun", "PACELINE_DDP_OPTIMIZER=fused"}
+    assert {each.split()[1] for each in of_ddp() if each.startswith("paceline")} == {"run", "plan", "sbatch"}
+
+
+@needs_machines
+def test_a_ddp_script_on_two_machines(tmp_path):
+    (command,) = (each for each in of_ddp() if HOSTS in each)
+    (tmp_path / "ddp.py").write_text(DDP)
+    with Machines(2) as machines:
+        text = ran(command.replace(HOSTS, f"{machines.hosts(2)} --ssh {shlex.quote(machines.ssh)}"), tmp_path)
+    assert "2 processes of paceline.ddp" in text
+
+
+@pytest.mark.parametrize("page", ["from-horovod.md", "from-keras.md"])
+@pytest.mark.parametrize("start", ["run --plan processes:2", "run --nodes 2 --plan sequential"])
+def test_a_script_of_join(page, start, tmp_path):
+    if "keras" in page and not find_spec("keras"):
+        pytest.skip("keras is not installed: it wants Python 3.11")
+    (script,) = blocks(page, "python")
+    (tmp_path / "train.py").write_text(script)
+    assert len(re.findall(r"^(?:\[\S+\] )?loss \d+\.\d+$", ran(f"paceline {start} train.py", tmp_path), re.M)) == 1

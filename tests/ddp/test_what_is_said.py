@@ -67,3 +67,15 @@ def test_variables_are_those_of_torchrun(tmp_path):
         same = {"LOCAL_RANK": str(rank), "RANK": str(rank), "ROLE_RANK": str(rank), "elastic": True}
         same |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "ROLE_WORLD_SIZE": "2", "ROLE_NAME": "default"}
         assert each == {**same, "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+
+
+def test_a_compiled_wrapper_is_compiled_without_a_word(tmp_path):
+    """Story: torch's compiler warned of a function of its own, which it found in our forward."""
+    _, errors = run(
+        tmp_path,
+        "dist.init_process_group('gloo')\n"
+        "model = torch.compile(DDP(Sequential(Linear(800, 800), Linear(800, 3))), backend='aot_eager')\n"
+        "model(torch.ones(2, 800)).sum().backward()\n"
+        "dist.destroy_process_group()",
+    )
+    assert "does not know how to trace" not in errors

@@ -258,7 +258,7 @@ def _compiled(module: nn.Module) -> bool:
 def _compiling() -> bool:
     """Whether this wrapper itself is compiled: hooks would be traced."""
     eval_frame = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    return bool(eval_frame and eval_frame.get_eval_frame_callback())
+    return torch.compiler.is_compiling() or bool(eval_frame and eval_frame.get_eval_frame_callback())
 
 
 def _slow(group: Any) -> bool:
