@@ -44,6 +44,10 @@ def _padded(columns: Tensor, rank: int, rows: int) -> Tensor:
 def _bases(columns: Tensor) -> Tensor:
     """Of many matrices by columns: (matrices, r, rows), where rows of zeros may follow."""
     columns, reflections = _scaled(columns), []
+    if columns.shape[1] == 1:
+        length = _sum((columns * columns.conj()).real)[..., None].sqrt()
+        columns[..., :1] += length == 0  # zeros have the first unit vector
+        return columns / torch.where(length == 0, 1, length)
     for j in range(columns.shape[1]):
         reflection = columns[:, j].clone()
         reflection[:, :j] = 0
