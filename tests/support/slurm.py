@@ -37,8 +37,11 @@ def own_address() -> str:
 
 
 class Slurm:
-    """Two nodes, n1 and n2, that are both this machine. ``environment`` is what srun needs; after ``inside`` a command
+    """Nodes n1, n2, ... that are all this machine. ``environment`` is what srun needs; after ``inside`` a command
     knows the nodes by their names, as their tasks do."""
+
+    def __init__(self, num_nodes: int = 2):
+        self.nodes = [f"n{i}" for i in range(1, num_nodes + 1)]
 
     def __enter__(self) -> Slurm:
         self._temporary = tempfile.TemporaryDirectory(prefix="paceline-test-slurm-")
@@ -47,7 +50,7 @@ class Slurm:
         (self.folder / "key").write_bytes(os.urandom(128))
         (self.folder / "key").chmod(0o600)
         self._configure()
-        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{own_address()} n1 n2\n")
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{own_address()} {' '.join(self.nodes)}\n")
         mount = 'mount --bind "$0" /etc/hosts && exec "$@"'
         self.inside = ["unshare", "--mount", "sh", "-c", mount, f"{self.folder}/hosts"]
         self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf")}
@@ -58,21 +61,21 @@ class Slurm:
             self._start("munged", "--foreground", "--force", f"--key-file={self.folder}/key", *at.values())
             self._wait((self.folder / "munge.socket").exists)
             self._start("slurmctld", "-D")
-            for node in ("n1", "n2"):
+            for node in self.nodes:
                 self._start("slurmd", "-D", "-N", node)
-            self._wait(lambda: self._states() == ["idle", "idle"])
+            self._wait(lambda: self._states() == ["idle"] * len(self.nodes))
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def _configure(self) -> None:
-        name, ports = socket.gethostname().split(".")[0], [free_port() for _ in range(3)]
+        name, ports = socket.gethostname().split(".")[0], [free_port() for _ in range(len(self.nodes) + 1)]
         nodes = "".join(
-            f"NodeName=n{i} NodeHostname={name} NodeAddr=127.0.0.1 Port={ports[i]} CPUs={os.cpu_count()}\n"
-            for i in (1, 2)
+            f"NodeName={node} NodeHostname={name} NodeAddr=127.0.0.1 Port={port} CPUs={os.cpu_count()}\n"
+            for node, port in zip(self.nodes, ports[1:], strict=True)
         )
-        for folder in ("state", "n1", "n2"):
+        for folder in ("state", *self.nodes):
             (self.folder / folder).mkdir()
         (self.folder / "slurm.conf").write_text(
             f"ClusterName=test\nSlurmctldHost={name}(127.0.0.1)\nSlurmctldPort={ports[0]}\nSlurmUser=root\n"
