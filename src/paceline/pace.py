@@ -189,11 +189,11 @@ class Pace:
         return self.training.read().terms
 
     @property
-    def metric(self) -> float | dict[str, float] | None:
-        """The metric of `join` over the last step's global batch, from that step's forward pass: a mean, or a dict of
-        means; of nodes that average later, this node's. None without a metric, and in your own loop (`backward`)."""
-        found = self.training.read().metrics
-        return found[""] if found.keys() == {""} else dict(found) or None
+    def metric(self) -> float | Tensor | dict[str, float | Tensor] | None:
+        """The metric of `join` over the last step's global batch, from that step's forward pass, as of `evaluate`; of
+        nodes that average later, this node's. None without a metric, and in your own loop (`backward`)."""
+        found: dict[str, float | Tensor] = {**self.training.read().metrics, **self.training.tensors.sums}
+        return found[""] if found.keys() == {""} else found or None
 
     # the step
 

@@ -28,6 +28,7 @@ from paceline.engine.node.several_optimizers import separate
 from paceline.environment import LaunchEnvironment
 from paceline.errors import LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
 from paceline.exchange.flow.control import alone
+from paceline.exchange.flow.metric_tensors import MetricTensors
 from paceline.job import Job
 from paceline.launch.signals import HANGUP, RESUME_CODE, SIGNALS, Interrupt, Resume, Stopped
 from paceline.launch.supervise.trained_alone import UNSTEPPED, note, unstepped_text
@@ -111,6 +112,8 @@ class Training:
         measured = job.shares == "measured"
         self._stragglers = Stragglers(run.record, run.members.peer_status, measured) if members else None
         self.steps = StepRecord(run.record, engine, run.exchange, run.control)
+        in_step = run.exchange.consensus == "step"
+        self.tensors = MetricTensors(engine, run.control, run.activity, in_step)
         run.observers = self._observers(started.several, Path(profile_path) if profile_path else None)
         if isinstance(engine, ReadsLater) and Ahead.serves(run, engine):
             run.ahead = Ahead(run, engine)
@@ -152,7 +155,7 @@ class Training:
         """The observers of the steps, in the order in which they are called."""
         run, job, engine = self.run, self.run.job, self.run.engine
         in_step, distributed = run.exchange.consensus == "step", run.world.num_nodes > 1 or bool(run.world.join_ticket)
-        found: list[step_observer.StepObserver] = [self.steps]
+        found: list[step_observer.StepObserver] = [self.steps, self.tensors]
         if self.admission:
             found.append(self.admission)
         if self.admission and not in_step:

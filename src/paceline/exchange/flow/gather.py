@@ -22,10 +22,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def each(control: Control, tensor: Tensor, what: str) -> list[Tensor]:
     """Every process's tensor, in the order of nodes and their processes. Raises ValueError, in all of them, where types
     or shapes after the first dimension differ."""
-    own = tensor.detach().cpu().contiguous()
-    head = json.dumps([str(own.dtype).removeprefix("torch."), list(own.shape)]).encode()
-    frame = pack_frames([head, bytes(own.reshape(-1).view(torch.uint8).numpy())])
-    found = [_tensor(*unpack_frames(part)) for part in control.all_gather(frame)]
+    found = list(map(unpacked, control.all_gather(packed(tensor))))
     kinds = {(one.dtype, one.shape[1:], one.dim()) for one in found}
     if len(kinds) > 1:
         shapes = ", ".join(f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}" for one in found)
@@ -53,7 +50,15 @@ def _shapes(tensors: Sequence[Tensor]) -> str:
     return ", ".join(str(tuple(each.shape)) for each in tensors)
 
 
-def _tensor(head: bytes, data: bytes) -> Tensor:
+def packed(tensor: Tensor) -> bytes:
+    """Its type, shape and values."""
+    own = tensor.detach().cpu().contiguous()
+    head = json.dumps([str(own.dtype).removeprefix("torch."), list(own.shape)]).encode()
+    return pack_frames([head, bytes(own.reshape(-1).view(torch.uint8).numpy())])
+
+
+def unpacked(message: bytes) -> Tensor:
+    head, data = unpack_frames(message)
     dtype, shape = json.loads(head)
     kind = getattr(torch, dtype)
     return torch.frombuffer(bytearray(data), dtype=kind).view(shape) if data else torch.empty(shape, dtype=kind)
