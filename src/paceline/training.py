@@ -198,6 +198,8 @@ class Training:
 
     def step(self, batch: GlobalBatch, gradient: ComputeGradient | None = None) -> float | UnreadLoss:
         run, cursor = self.run, self.run.cursor
+        if self.over:
+            raise _ended("a step")
         if not self._stepped:
             self._own_steps.refuse()
             self._stepped, self._unstepped = True, False
@@ -254,7 +256,10 @@ class Training:
 
     @contextlib.contextmanager
     def collective(self, doing: str) -> Iterator[None]:
-        """The context of a collective operation between two steps. A LinkError names the operation."""
+        """The context of a collective operation between two steps. A LinkError names the operation. Raises RuntimeError
+        where the other processes have ended."""
+        if self.over and self.run.world.world_size > 1:
+            raise _ended(doing)
         with self.run.activity.at(doing):
             try:
                 yield
@@ -312,6 +317,8 @@ class Training:
 
     def close(self, reason: str = "finished") -> None:
         """Ends normally, together with all processes. Called at the end of a ``with`` block; ``reason`` is logged."""
+        if self.over:
+            return
         stop_signal, self.run.stop_signal = self.run.stop_signal, 0
         self.run.settle()
         try:
@@ -366,6 +373,13 @@ class Training:
                 log.error(str(error))
             except LinkError:
                 pass
+
+
+def _ended(doing: str) -> RuntimeError:
+    return RuntimeError(
+        f"{doing} is not possible any more: this training has ended, with pace.close() or its `with` block; do it "
+        f"before that, in every process, or join the model again"
+    )
 
 
 def _leave(run: RunState) -> None:

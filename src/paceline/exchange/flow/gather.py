@@ -19,6 +19,24 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+Numbers = float | Sequence[float]
+
+
+def as_tensor(value: Tensor | Numbers, what: str) -> Tensor:
+    """Python's floats in 64 bits, as they are. Raises TypeError."""
+    if isinstance(value, Tensor):
+        return value
+    try:
+        made = torch.as_tensor(value)
+        own = hasattr(value, "dtype") or not made.is_floating_point()
+        return made if own else torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"{what}() takes a tensor, a number or a list of numbers, got {type(value).__name__} {value!r:.60}; for "
+            f"several values stack them into one tensor, or call it for each"
+        ) from None
+
+
 def each(control: Control, tensor: Tensor, what: str) -> list[Tensor]:
     """Every process's tensor, in the order of nodes and their processes. Raises ValueError, in all of them, where types
     or shapes after the first dimension differ."""
@@ -32,15 +50,16 @@ def each(control: Control, tensor: Tensor, what: str) -> list[Tensor]:
     return [one.to(tensor.device) for one in found]
 
 
-def gather(control: Control, tensor: Tensor) -> Tensor:
+def gather(control: Control, tensor: Tensor | Numbers) -> Tensor:
     """One after the other, along the first dimension, which may differ. A single number becomes one of a vector."""
-    return torch.cat([one.reshape(1) if one.dim() == 0 else one for one in each(control, tensor, "gather")])
+    found = each(control, as_tensor(tensor, "gather"), "gather")
+    return torch.cat([one.reshape(1) if one.dim() == 0 else one for one in found])
 
 
-def all_reduce(control: Control, tensor: Tensor, operation: str) -> Tensor:
+def all_reduce(control: Control, tensor: Tensor | Numbers, operation: str) -> Tensor:
     if operation not in OPERATIONS:
         raise ValueError(f"all_reduce() can compute {', '.join(OPERATIONS)}, got {operation!r}")
-    found = each(control, tensor, "all_reduce")
+    found = each(control, as_tensor(tensor, "all_reduce"), "all_reduce")
     if len({one.shape for one in found}) > 1:
         raise ValueError(f"all_reduce() was given tensors of shapes {_shapes(found)}; give the same in every process")
     return functools.reduce(OPERATIONS[operation], found)
