@@ -174,6 +174,7 @@ class EngineOnNode(ABC):
     """One process of several on a node that form an engine; one of them holds the link to other nodes."""
 
     local_place: tuple[int, int] = (0, 1)  # (index, count) of the parts of the node's share: the part of this process
+    metric_tensors: Mapping[str, Tensor] = {}  # of this process's last gradient: sums of the metric's tensors
     bucket_bytes: tuple[float, float] = (0, 0)  # the least of a bucket, and of a weight that may be sent as factors
 
     @property

@@ -165,12 +165,12 @@ class Vote:
     options_differ: bool = False  # of merged votes: these checksums differ
     stop_signal: int = 0  # a signal that requests the end of training after this step
     launcher_lost: bool = False  # this process has lost its launcher; training ends where all processes have
-    # the generation in which joining nodes are admitted, before the next step; 0: no node waits
-    join_generation: int = 0
+    join_generation: int = 0  # in which joining nodes are admitted, before the next step; 0: no node waits
     state_streaming: bool = False  # rank 0 streams its state, and each step's sums, to a joining node
     idle: bool = False  # this process had no samples in this step
     moves: int = 0  # buffers and frozen parameters that forward changes, as far as known
     source: int = 0  # the first process that had samples
+    metric_tensors: bool = False  # the metric has tensors, which are sent after the vote
     terms: tuple[float, ...] = ()  # the sum of each loss component
     used: bytes = b""  # per parameter: 1 if it got a gradient
     dense: bytes = b""  # per bucket: 1 if factors were not its whole gradient
@@ -184,7 +184,7 @@ class Vote:
     MAX_TERMS = 32
     NO_SOURCE = (1 << 32) - 1  # in ``source``
 
-    _HEAD = struct.Struct("<???ddIdddddddqI?B?I??IIIIIIIII")
+    _HEAD = struct.Struct("<???ddIdddddddqI?B?I??II?IIIIIII")
     _SHARE = struct.Struct("<ddd")
 
     def pack(self) -> bytes:
@@ -256,6 +256,7 @@ class Vote:
             idle=any(b.idle for b in votes),
             moves=max(b.moves for b in votes),
             source=min(b.source for b in votes),
+            metric_tensors=any(b.metric_tensors for b in votes),
             # a process without rows has no terms
             terms=tuple(sum(column) for column in itertools.zip_longest(*(b.terms for b in votes), fillvalue=0.0)),
             used=bytes(max(column) for column in zip(*(b.used for b in votes), strict=True)),
@@ -344,8 +345,7 @@ class Target:
 @dataclass(frozen=True)
 class Update:
     """An update of the weights, which only `Engine.apply` executes. Targets are written after gradients are applied.
-    ``used``: 1 for each parameter that any backward pass reached. ``pending``: instead of gradients, where the update
-    may be deferred."""
+    ``used``: 1 for each parameter that any backward pass reached. ``pending``: instead of gradients, if deferred."""
 
     gradients: Sequence[Gradient] = ()
     used: bytes = b""

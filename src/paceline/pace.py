@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -189,11 +189,11 @@ class Pace:
         return self.training.read().terms
 
     @property
-    def metric(self) -> float | dict[str, float] | None:
-        """The metric of `join` over the last step's global batch, from that step's forward pass: a mean, or a dict of
-        means; of nodes that average later, this node's. None without a metric, and in your own loop (`backward`)."""
-        found = self.training.read().metrics
-        return found[""] if found.keys() == {""} else dict(found) or None
+    def metric(self) -> float | Tensor | dict[str, float | Tensor] | None:
+        """The metric of `join` over the last step's global batch, from that step's forward pass, as of `evaluate`; of
+        nodes that average later, this node's. None without a metric, and in your own loop (`backward`)."""
+        found: dict[str, float | Tensor] = {**self.training.read().metrics, **self.training.tensors.sums}
+        return found[""] if found.keys() == {""} else found or None
 
     # the step
 
@@ -255,12 +255,12 @@ class Pace:
         leader's counts."""
         self.run.record.write("log", step=max(0, self.run.num_steps - 1), name=str(name), value=logged(name, value))
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor | float | Sequence[float]) -> Tensor:
         """The tensors of all processes, one after the other along the first dimension, in every process. Collective."""
         with self.training.collective("gathering a tensor"):
             return gather.gather(self.control, tensor)
 
-    def all_reduce(self, tensor: Tensor, operation: str = "sum") -> Tensor:
+    def all_reduce(self, tensor: Tensor | float | Sequence[float], operation: str = "sum") -> Tensor:
         """The ``sum``, ``max`` or ``min`` over all processes, added in one order, in every process. Collective."""
         with self.training.collective("reducing a tensor"):
             return gather.all_reduce(self.control, tensor, operation)

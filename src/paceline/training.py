@@ -28,6 +28,7 @@ from paceline.engine.node.several_optimizers import separate
 from paceline.environment import LaunchEnvironment
 from paceline.errors import LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
 from paceline.exchange.flow.control import alone
+from paceline.exchange.flow.metric_tensors import MetricTensors
 from paceline.job import Job
 from paceline.launch.signals import HANGUP, RESUME_CODE, SIGNALS, Interrupt, Resume, Stopped
 from paceline.launch.supervise.trained_alone import UNSTEPPED, note, unstepped_text
@@ -111,6 +112,8 @@ class Training:
         measured = job.shares == "measured"
         self._stragglers = Stragglers(run.record, run.members.peer_status, measured) if members else None
         self.steps = StepRecord(run.record, engine, run.exchange, run.control)
+        in_step = run.exchange.consensus == "step"
+        self.tensors = MetricTensors(engine, run.control, run.activity, in_step)
         run.observers = self._observers(started.several, Path(profile_path) if profile_path else None)
         if isinstance(engine, ReadsLater) and Ahead.serves(run, engine):
             run.ahead = Ahead(run, engine)
@@ -152,7 +155,7 @@ class Training:
         """The observers of the steps, in the order in which they are called."""
         run, job, engine = self.run, self.run.job, self.run.engine
         in_step, distributed = run.exchange.consensus == "step", run.world.num_nodes > 1 or bool(run.world.join_ticket)
-        found: list[step_observer.StepObserver] = [self.steps]
+        found: list[step_observer.StepObserver] = [self.steps, self.tensors]
         if self.admission:
             found.append(self.admission)
         if self.admission and not in_step:
@@ -195,6 +198,8 @@ class Training:
 
     def step(self, batch: GlobalBatch, gradient: ComputeGradient | None = None) -> float | UnreadLoss:
         run, cursor = self.run, self.run.cursor
+        if self.over:
+            raise _ended("a step")
         if not self._stepped:
             self._own_steps.refuse()
             self._stepped, self._unstepped = True, False
@@ -251,7 +256,10 @@ class Training:
 
     @contextlib.contextmanager
     def collective(self, doing: str) -> Iterator[None]:
-        """The context of a collective operation between two steps. A LinkError names the operation."""
+        """The context of a collective operation between two steps. A LinkError names the operation. Raises RuntimeError
+        where the other processes have ended."""
+        if self.over and self.run.world.world_size > 1:
+            raise _ended(doing)
         with self.run.activity.at(doing):
             try:
                 yield
@@ -309,6 +317,8 @@ class Training:
 
     def close(self, reason: str = "finished") -> None:
         """Ends normally, together with all processes. Called at the end of a ``with`` block; ``reason`` is logged."""
+        if self.over:
+            return
         stop_signal, self.run.stop_signal = self.run.stop_signal, 0
         self.run.settle()
         try:
@@ -363,6 +373,13 @@ class Training:
                 log.error(str(error))
             except LinkError:
                 pass
+
+
+def _ended(doing: str) -> RuntimeError:
+    return RuntimeError(
+        f"{doing} is not possible any more: this training has ended, with pace.close() or its `with` block; do it "
+        f"before that, in every process, or join the model again"
+    )
 
 
 def _leave(run: RunState) -> None:

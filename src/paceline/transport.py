@@ -324,6 +324,10 @@ class Control:
         """The message of the process that holds the link, to all processes of this node."""
         return message
 
+    def node_gather(self, message: bytes) -> list[bytes]:
+        """The message of every process of this node, in their order."""
+        return [message]
+
     def admit(self, joiners: Sequence[Joiner] = ()) -> None:
         """Admits the joining nodes that rank 0 names, between two steps. Every process of every member must call it."""
         raise NotImplementedError

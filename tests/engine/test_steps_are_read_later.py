@@ -182,6 +182,20 @@ def test_the_gpu_has_a_whole_step_before_a_number_is_read(kind, loss):
             assert (first < len(watched.names)) is pending
 
 
+def test_the_tensors_of_a_metric_are_those_of_the_step_that_is_read():
+    def metric(output, y):
+        return {"rows": (y >= 0).sum()} if len(y) % 2 else (torch.bincount(y, minlength=3), None)
+
+    _, _, pace = joined(metric=metric)
+    with pace:
+        for step, (x, y) in enumerate(data() * 2):
+            rows = ROWS - step % 3 % 2
+            pace.step((x[:rows], y[:rows]))
+            if step % 4 > 1:  # each after one that nobody reads
+                found = pace.metric
+                assert found == {"rows": 1.0} if rows % 2 else torch.equal(found, torch.bincount(y.cpu(), minlength=3))
+
+
 def everything(model, optimizer, pace, schedule):
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     tensors = [*model.state_dict().values()]

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -58,6 +59,68 @@ def test_a_process_that_fails_is_told_and_its_error_stands_above(capfd):
     with pytest.raises(RuntimeError, match=r"a process failed \(exit code 1\)"):
         paceline.launch(fails, 1)
     assert "where it went wrong" in capfd.readouterr().err
+
+
+def exits(how):
+    import os
+    import signal
+    import sys
+
+    {
+        "sys.exit(4)": lambda: sys.exit(4),
+        "sys.exit('no data')": lambda: sys.exit("no data"),
+        "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "os._exit": lambda: os._exit(3),
+    }[how]()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("sys.exit(4)", r"process 0 called sys\.exit\(4\) before the function returned \(exit code 4\)"),
+        ("sys.exit('no data')", r"process 0 called sys\.exit\('no data'\) .*\(exit code 1\)"),
+        ("SIGKILL", r"a process was ended by SIGKILL, as where memory runs out \(exit code 137\), .*no error"),
+        ("os._exit", r"exit code 3 and without an error of Python's, as by os\._exit"),
+    ],
+)
+def test_a_process_that_leaves_no_error_is_told_by_its_exit(how, said):
+    """Story: of each it was said that its error stood above, where nothing stood."""
+    with pytest.raises(RuntimeError, match=said):
+        paceline.launch(exits, how, processes=1)
+
+
+def sleeps_beside_one_that_fails():
+    import os
+    import time
+    from pathlib import Path
+
+    if os.environ["RANK"] == "1":
+        Path(os.environ["FAILED_AT"]).touch()
+        raise KeyError("where it went wrong")
+    time.sleep(30)
+
+
+def test_the_caller_hears_within_two_seconds_of_one_that_fails(monkeypatch, tmp_path):
+    """Story: it waited 15 s for the others, which slept."""
+    failed = tmp_path / "failed"
+    monkeypatch.setenv("FAILED_AT", str(failed))
+    with pytest.raises(RuntimeError, match="its error stands above"):
+        paceline.launch(sleeps_beside_one_that_fails)
+    assert time.time() - failed.stat().st_mtime < 4  # two, and what a busy machine needs
+
+
+def test_arguments_by_name_are_told_how_to_be_passed():
+    with pytest.raises(
+        TypeError, match=r"got rank=1; write launch\(functools\.partial\(fails, rank=1\), processes=2\)"
+    ):
+        paceline.launch(fails, rank=1, processes=2)
+
+
+@pytest.mark.parametrize("what", ["train.py", 3, None])
+def test_what_is_no_function_is_refused_at_once(what):
+    for launch in (paceline.launch, function.launch):
+        with pytest.raises(TypeError, match=rf"launch takes a function and its arguments, got {type(what).__name__}"):
+            launch(what)
 
 
 def test_what_cannot_be_sent_is_told():

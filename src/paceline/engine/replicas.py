@@ -36,6 +36,7 @@ from paceline.engine.compute.sync_batch_norm import SyncBatchNorm
 from paceline.engine.node import affinity, cgroup_limits
 from paceline.engine.node.in_step_reduce import InStepReduce, ThreadReduce
 from paceline.engine.node.local_group import LocalGroupError
+from paceline.exchange.flow.metric_tensors import added
 from paceline.messages import Gradient, Vote
 from paceline.registry import PROCESSES, THREADS
 
@@ -126,6 +127,7 @@ class Engine(sequential.Engine):
                 raise error  # a replica's own error before those that it caused in the others
         self._inputs.check()
         self._check_frozen(looks, sum(part is not None for part in parts))
+        self.metric_tensors = added(one.metric_tensors for one in (self, *self.twins))
         vote = Vote.merge([one.result() for one in futures])
         vote.constant = vote.trains_nothing
         return vote

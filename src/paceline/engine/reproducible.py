@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -30,6 +30,7 @@ from paceline.engine.compute import batch as batches
 from paceline.engine.compute import rng
 from paceline.engine.compute.batch import count, divisible, filled
 from paceline.engine.node import affinity
+from paceline.exchange.flow.metric_tensors import added
 from paceline.exchange.flow.tree_sums import Span, add_up
 from paceline.messages import Bucket, Gradient, Vote
 from paceline.registry import SHARES, THREADS
@@ -108,11 +109,12 @@ class Engine(sequential.Engine):
                 offer(Shared(gradient.bucket, partial_sums, (first, last), self.num_virtual_shards, flat))
 
         before, after, looks, first_state = self.snapshot(), None, self.moving.looks, dict[str, Tensor]()
-        votes: list[Vote] = []
+        votes, tensors = list[Vote](), list[Mapping[str, Tensor]]()
         for share, part in enumerate(parts, first):
             self.rollback(before)  # each share starts from the same state
             rng.seed(((self.seed * 1_000_003 + self._step) * MAX_SHARES + share) % (1 << 63))
             votes.append(super().gradient(part, scale, forms, partial(take, share)))
+            tensors.append(self.metric_tensors)
             after = after or self.snapshot()
             if looks:
                 self.moving.compare([first_state])
@@ -120,7 +122,7 @@ class Engine(sequential.Engine):
         self.rollback(after)
         rng.set_state(before[2])
         vote, nothing = Vote.merge(votes), (0.0, 0.0, 0.0)
-        vote.constant = vote.trains_nothing
+        vote.constant, self.metric_tensors = vote.trains_nothing, added(tensors)
         shares = [(each.loss_sum, each.metric_sum, each.weight) for each in votes[: last - first]]
         vote.shares = (*[nothing] * first, *shares, *[nothing] * (self.num_virtual_shards - last))
         vote.seconds = time.perf_counter() - start

@@ -201,6 +201,8 @@ class Engine(ReadsLater):
     def read(self, vote: Vote, numbers: StepNumbers) -> None:
         names, why = numbers.read(vote)
         self.terms, self.hint = (self.terms[0], names or self.terms[1]), why or self.hint
+        self.metric_tensors = {name: each.cpu() for name, each in numbers.measured.tensors.items()}
+        vote.metric_tensors = bool(self.metric_tensors)
 
     def _split(self, batch: Any, parts: int) -> list[Any]:
         parts *= self.local_step.num_micros

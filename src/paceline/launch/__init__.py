@@ -9,9 +9,10 @@ from typing import Any
 class _Launch(ModuleType):
     """`paceline.launch` is this package, and what notebooks call."""
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any, processes: int = 2) -> list[Any]:
-        from paceline.launch.function import launch
+    def __call__(self, function: Callable[..., Any], *arguments: Any, processes: int = 2, **named: object) -> list[Any]:
+        from paceline.launch.function import launch, refuse
 
+        refuse(function, named)
         return launch(function, *arguments, processes=processes)
 
 

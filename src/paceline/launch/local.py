@@ -123,12 +123,13 @@ def start(
     together: Callable[[str, int], int] | None = None,
     joins: bool = False,
     report: Callable[[dict[str, Any]], None] | None = None,
+    grace_s: float = GRACE_S,
 ) -> int:
     """Runs ``command`` as all processes of ``num_nodes`` nodes, or of ``node`` alone, here. Returns an exit code.
 
-    It is the exit code of the first process that fails; the others get GRACE_S to end by themselves. Ctrl-C and SIGTERM
-    are passed on; then the processes have TIMEOUT_S to finish a long step and save a checkpoint. A second signal
-    shortens that to GRACE_S.
+    It is the exit code of the first process that fails; the others get ``grace_s`` to end by themselves. Ctrl-C and
+    SIGTERM are passed on; then the processes have TIMEOUT_S to finish a long step and save a checkpoint. A second
+    signal shortens that to GRACE_S.
 
     engine      a configuration, or "" to let each process choose
     rendezvous  host and port of the rendezvous, which node 0 serves; default: a free port of this machine
@@ -175,7 +176,7 @@ def start(
                 team.begin(owner, _joining(Path(variable("PACELINE_TICKET_FILE", base)), owner) if joins else None)
             for early in requests.received:  # before the processes started
                 team.send(early)
-            ending = _watch(team, requests, min_nodes, node_restarts)
+            ending = _watch(team, requests, min_nodes, node_restarts, grace_s)
             pause_s = None if requests.received else policy.after(ending)
             pids = [child.process.pid for child in team.children]
             team.end()
@@ -240,7 +241,9 @@ def _pause(requests: Requests, seconds: float) -> bool:
     return not requests.received
 
 
-def _watch(team: Team, requests: Requests, min_nodes: int, node_restarts: NodeRestarts | None) -> Ending:
+def _watch(
+    team: Team, requests: Requests, min_nodes: int, node_restarts: NodeRestarts | None, grace_s: float
+) -> Ending:
     """Waits until all processes have ended, or kills them at their deadline."""
     failure_code: int | None = None
     killed = False
@@ -262,7 +265,9 @@ def _watch(team: Team, requests: Requests, min_nodes: int, node_restarts: NodeRe
             node_restarts.restart_due(team)
         codes = [child.code for child in team.children]
         ended = any(code is not None for code in codes)
-        if requests.urgent or failure_code is not None or (requests.received and ended) or len(requests.received) > 1:
+        if failure_code is not None:
+            allowed_s = grace_s
+        elif requests.urgent or (requests.received and ended) or len(requests.received) > 1:
             allowed_s = GRACE_S
         else:
             allowed_s = TIMEOUT_S if requests.received else float("inf")

@@ -18,6 +18,7 @@ from typing import Any
 from paceline.contract import GlobalBatch
 from paceline.engine.compute.batch import Awaited
 from paceline.engine.compute.unread import ReadsLater, StepNumbers, UnreadUpdate, serves
+from paceline.exchange.flow.metric_tensors import MetricTensors
 from paceline.messages import StepOutcome, Update, UpdateRule
 from paceline.report import activity
 from paceline.report.step_observer import StepObserver, StepSummary
@@ -28,7 +29,12 @@ from paceline.step.like_torch import UnreadLoss
 from paceline.step.rebalance import Rebalance
 from paceline.step.run_state import RunState
 
-WAIT: tuple[type[StepObserver], ...] = StepRecord, Rebalance, Hints  # observers that a step may end without
+WAIT: tuple[type[StepObserver], ...] = (
+    StepRecord,
+    MetricTensors,
+    Rebalance,
+    Hints,
+)  # observers that a step may end without
 
 
 @dataclass

@@ -36,6 +36,34 @@ INSTEAD = {
     "local_rank": "use pace.world.local_rank",
     "world_size": "use pace.world.world_size",
     "size": "use pace.world.world_size",
+    "accumulate": "give join(accumulate=k)",
+    "autocast": "give join(precision='bf16') or 'fp16'",
+    "scaler": "join(precision='fp16') scales the loss itself",
+    "optimizer": "the optimizer is your own object; pace.step steps it",
+    "model": "the model is your own object: use it",
+    "scheduler": "give join(scheduler=...), which pace.step steps",
+    "save_state": "use pace.save(), or pace.save(folder)",
+    "load_state": "use pace.restore(), or pace.restore(folder)",
+    "save_checkpoint": "use pace.save(), or pace.save(folder)",
+    "load_checkpoint": "use pace.restore(), or pace.restore(folder)",
+    "save_model": "use pace.export(path), or pace.save() for all state",
+    "gather_for_metrics": "pace.evaluate(dataset, metric) counts each sample once; pace.gather(tensor) gives all",
+    "all_gather": "use pace.gather(tensor)",
+    "reduce": "use pace.all_reduce(tensor, 'sum')",
+    "num_processes": "use pace.world.world_size",
+    "process_index": "use pace.world.rank",
+    "local_process_index": "use pace.world.local_rank",
+    "global_rank": "use pace.world.rank",
+    "is_global_zero": "use pace.leader",
+    "main_process_first": "pace.once(work) lets one process of each node work while the others wait",
+    "setup": "join(model, optimizer, loss, batch_size=...) takes them, and pace.batches(dataset) the data",
+    "setup_dataloaders": "pace.batches(dataset) takes a DataLoader, too, and divides each batch",
+    "sampler": "pace.batches(dataset) divides the samples among the processes",
+    "clip_gradients": "give join(clip=norm), or call pace.clip(norm) before pace.update",
+    "sync_gradients": "every pace.step and pace.update synchronises; give join(accumulate=k) for micro-batches",
+    "fit": "call pace.step(batch) for each batch of pace.batches(dataset, epochs=n)",
+    "train_batch": "use pace.step(batch)",
+    "end_training": "use pace.close(), or leave the `with` block",
     "device": "the model's own, next(model.parameters()).device; pace.rows and pace.step move samples there",
 }
 
@@ -45,6 +73,30 @@ def missing(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], n=1)
     hint = INSTEAD.get(name) or (f"did you mean {close[0]!r}?" if close else "")
     return f"what join() returned has no attribute {name!r}" + (f"; {hint}" if hint else "")
+
+
+def of_model(error: BaseException, models: Iterable[torch.nn.Module]) -> str:
+    """What to write instead of ``model.module`` and ``model.no_sync()``, where the error is that the model of `join`
+    has none: code asks models by hasattr whether they are wrapped, so they must not have these."""
+    name, owner = getattr(error, "name", None), getattr(error, "obj", None)
+    if not isinstance(error, AttributeError) or name not in ("module", "no_sync"):
+        return ""
+    return f"join() does not wrap the model: {INSTEAD[name]}" if any(owner is each for each in models) else ""
+
+
+def _scaled(_: Any) -> NoReturn:
+    """The `iter` of a loss, which torch.amp.GradScaler asks for what is no tensor."""
+    raise TypeError(
+        "the loss of pace.step is one number, whose gradient is applied already: it cannot be iterated over or scaled; "
+        "leave torch.amp.GradScaler out, and give join(precision='fp16'), which scales the loss itself"
+    )
+
+
+def _seen(self: Any, name: str) -> Any:
+    """Others ask by the name whether there is anything to iterate over, as pandas of what it is to keep."""
+    if name == "__iter__":
+        raise AttributeError(name)
+    return object.__getattribute__(self, name)
 
 
 class LossValue(float):
@@ -65,6 +117,8 @@ class LossValue(float):
             "pace.step has computed the gradient and applied it: leave loss.backward() and optimizer.step() out; in a "
             "loop of your own use rows = pace.rows(batch), pace.backward(loss), pace.update()"
         )
+
+    __iter__, __getattribute__ = _scaled, _seen
 
     def __copy__(self) -> LossValue:
         return self
@@ -109,6 +163,7 @@ class UnreadLoss:
         return self.item()
 
     backward = LossValue.backward
+    __iter__, __getattribute__ = _scaled, _seen
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

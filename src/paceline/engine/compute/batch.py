@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.engine.compute.loss_divisor import ZERO_AT_NONE, Means, Seen, refuse, refuse_part
+from paceline.exchange.flow.metric_tensors import add_tensors
 from paceline.messages import Vote
 from paceline.registry import BASELINE, PROCESSES, THREADS
 from paceline.transport import checksum
@@ -252,15 +253,17 @@ def is_tensor_sum(part: Any) -> bool:
 
 
 class Measured:
-    """What a metric returns of several batches, added up by name. A (tensor, None) is left to evaluations."""
+    """What a metric returns of several batches, added up by name. ``tensors``: of each (tensor, None)."""
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[float, float]] = {}
+        self.tensors: dict[str, Tensor] = {}
         self._awaited: list[tuple[Any, int]] = []
         self._total = 0.0
 
     def put(self, found: Any, batch: Any, rows: int | None) -> None:
         """As `add`; numbers on a GPU are added at `total`."""
+        found = self._without_tensors(found)
         if not any(map(on_gpu, leaves(found))):
             self._total += self.add(found, batch, rows)
             return
@@ -279,12 +282,16 @@ class Measured:
 
     def add(self, found: Any, batch: Any, rows: int | None) -> float:
         """Returns the sum of a metric without names."""
-        numbers = {} if is_tensor_sum(found) else found
-        if isinstance(found, Mapping):
-            numbers = {name: part for name, part in found.items() if not is_tensor_sum(part)}
-        sums = counted(numbers, batch, rows)
+        sums = counted(self._without_tensors(found), batch, rows)
         self.add_sums(sums)
         return sums.get("", (0.0, 0.0))[0]
+
+    def _without_tensors(self, found: Any) -> Any:
+        """The rest of a metric's result, once its tensors are added up."""
+        named = found if isinstance(found, Mapping) else {"": found}
+        tensors = {name: torch.as_tensor(part[0]) for name, part in named.items() if is_tensor_sum(part)}
+        add_tensors(self.tensors, {str(name): part for name, part in tensors.items()})
+        return {name: part for name, part in named.items() if name not in tensors} if tensors else found
 
     def add_sums(self, sums: Mapping[str, tuple[float, float]]) -> None:
         for name, (total, weight) in sums.items():

@@ -6,7 +6,7 @@ A pair (tensor, None) is added up, such as a confusion matrix; all else becomes 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor
 from paceline.contract import Engine
 from paceline.data import batches
 from paceline.data.sampler import Assignment
-from paceline.engine.compute.batch import Measured, is_tensor_sum, samples, target
+from paceline.engine.compute.batch import Measured, samples, target
+from paceline.exchange.flow.metric_tensors import add_tensors
 from paceline.transport import Control
 
 
@@ -38,7 +39,7 @@ def evaluate(
     own_rows = assignment.rows(len(chosen))
     own: list[int] = chosen[own_rows.start : own_rows.stop].tolist()
     training = [module for module in model.modules() if module.training]  # some may stay in eval mode (frozen BN)
-    measured, tensors = Measured(), dict[str, Tensor]()
+    measured = Measured()
     moving = getattr(engine, "moving", None)
     model.eval()
     try:
@@ -47,15 +48,13 @@ def evaluate(
             read = reading.enter_context(closing(batches.in_parts(dataset, source, parts)))
             for part, some in zip(parts, read, strict=True):
                 batch, output = engine.forward(change(some))
-                found = metric(output, target(metric, batch))
-                measured.add(found, batch, samples(batch, len(part)))
-                named = found if isinstance(found, Mapping) else {"": found}
-                _add_tensors(tensors, {str(n): torch.as_tensor(p[0]) for n, p in named.items() if is_tensor_sum(p)})
+                measured.add(metric(output, target(metric, batch)), batch, samples(batch, len(part)))
     finally:
         for module in training:
             module.training = True
     added: dict[str, Tensor] = {}
-    lists = {name: [str(each.dtype).removeprefix("torch."), each.tolist()] for name, each in tensors.items()}
+    sums = measured.tensors.items()
+    lists = {name: [str(each.dtype).removeprefix("torch."), each.tolist()] for name, each in sums}
     received = list(
         map(json.loads, control.all_gather(json.dumps([team, assignment.node, measured.sums, lists]).encode()))
     )
@@ -64,21 +63,9 @@ def evaluate(
     whole = Measured()
     for _, _, its_sums, its_lists in received:
         whole.add_sums(its_sums)
-        _add_tensors(
+        add_tensors(
             added, {name: torch.tensor(each, dtype=getattr(torch, kind)) for name, (kind, each) in its_lists.items()}
         )
     means = {name: value / weight if weight else float("nan") for name, (value, weight) in whole.sums.items()}
     both = {**means, **added}
     return both[""] if set(both) == {""} else both
-
-
-def _add_tensors(sums: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
-    """In 64 bits. Raises ValueError where shapes differ."""
-    for name, part in more.items():
-        wide = part.detach().cpu().to(torch.float64 if part.is_floating_point() else torch.int64)
-        if name in sums and sums[name].shape != wide.shape:
-            raise ValueError(
-                f"the metric returned (tensor, None) of shape {tuple(wide.shape)} after one of "
-                f"{tuple(sums[name].shape)}; these are added up over all batches: return one shape, a sum over samples"
-            )
-        sums[name] = sums[name] + wide if name in sums else wide

@@ -118,6 +118,9 @@ class LeaderControl(transport.Control):
     def node_broadcast(self, message: bytes | bytearray) -> bytes:
         return self.local_group.all_gather_bytes(bytes(message), HANDING)[0]
 
+    def node_gather(self, message: bytes) -> list[bytes]:
+        return self.local_group.all_gather_bytes(message, HANDING)
+
     def admit(self, joiners: Sequence[Joiner] = ()) -> None:
         try:
             self.control.admit(joiners)
@@ -194,6 +197,9 @@ class FollowerControl(transport.Control):
 
     def node_broadcast(self, message: bytes | bytearray) -> bytes:
         return self.local_group.all_gather_bytes(b"", HANDING)[0]
+
+    def node_gather(self, message: bytes) -> list[bytes]:
+        return self.local_group.all_gather_bytes(message, HANDING)
 
     def admit(self, joiners: Sequence[Joiner] = ()) -> None:
         self._read(self.local_group.all_gather_bytes(b"", TAKING)[0])

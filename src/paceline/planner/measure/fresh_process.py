@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -15,13 +16,16 @@ import psutil
 from paceline.launch.child_processes import end_with
 
 GRACE_S = 3.0
+WARNING = re.compile(r"\S.*:\d+: \w*Warning: |\[W\d")  # of Python, of torch's C++
+RANK = re.compile(r"^\[rank\d+\]: ?")  # torch's, before each line of an error
+OURS = "paceline: "
 KILLED = 137, -signal.SIGKILL  # exit codes after SIGKILL: of a child of the command, and its own
 
 
 @dataclass(frozen=True)
 class ProcessResult:
-    """``code``: the exit code; None if the deadline passed. ``last_line``: the last line on stderr. ``told``: what
-    follows the wanted words there."""
+    """``code``: the exit code; None if the deadline passed. ``last_line``: the last line on stderr that says why (`why`).
+    ``told``: what follows the wanted words there."""
 
     code: int | None
     last_line: str
@@ -50,9 +54,26 @@ def run_in_process(
             _end(child)
         errors.seek(0)
         lines = errors.read().decode(errors="replace").strip().splitlines()
-    last_line = lines[-1][:300] if lines else f"exit code {code}"
+    last_line = why(lines)[:300] or f"exit code {code}"
     told = next((line.partition(wanted)[2] for line in lines if wanted and wanted in line), "")
     return ProcessResult(code, f"{last_line}: killed, as where memory runs out" if code in KILLED else last_line, told)
+
+
+def why(lines: Sequence[str]) -> str:
+    """The line that says why a process ended: its last error, else its last line that is no warning; "" if none does.
+    A warning has the line of its source below it, and after an error torch's own threads may have more to say."""
+    said, raised, traced, warned = "", "", False, False
+    for line in (RANK.sub("", each).rstrip() for each in lines):
+        if not line or (warned and line[0].isspace()):
+            continue
+        warned = bool(WARNING.match(line))
+        if line.startswith("Traceback (most recent call last)"):
+            traced = True
+        elif not warned and not line[0].isspace():
+            said = line
+            raised = line if traced or (raised and line.startswith(OURS)) else raised
+            traced = False
+    return raised or said
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
