@@ -15,7 +15,7 @@ import ranks
 from nodes import OPTIMIZERS, build
 from paceline import transport
 from paceline.checkpoint.run_folder import RunFolder
-from paceline.contract import Codec
+from paceline.codec import none
 from paceline.data.load_balance import Limits
 from paceline.data.sampler import Assignment
 from paceline.elastic import consistency, reconfigure, view_change
@@ -35,6 +35,7 @@ from paceline.registry import parse
 from paceline.report.activity import Activity
 from paceline.step.run_state import RunState
 from paceline.transport import Control, Membership, ViewChange
+from partly import partly
 
 SECRET = b"of this run"
 
@@ -196,7 +197,7 @@ def test_of_two_that_do_not_reach_each_other_any_more_the_later_one_leaves(monke
 
 
 def test_a_link_that_ends_with_the_first_loss_says_so_before_training():
-    class Other(transport.Link):
+    class Other(partly(transport.Link)):
         size = 2
 
     with pytest.raises(ValueError, match="does not survive the failure of a node"):
@@ -208,7 +209,7 @@ def run_of(world, assignment, **options):
     """The part of a training that knows its members."""
     model = build()
     job = Job(model, torch.optim.SGD(model.parameters(), 0.1), None, **options)
-    return RunState(job, world, Engine(), Exchange(), Control(), Codec(), Membership(), assignment)
+    return RunState(job, world, Engine(), Exchange(), Control(), none.Codec(), Membership(), assignment)
 
 
 def test_where_the_last_node_of_several_processes_has_left_all_know_that_none_is_divided():

@@ -15,6 +15,7 @@ from paceline.link.collectives import double_tree
 from paceline.link.net.collective_rounds import Message, packed
 from paceline.link.net.collective_run import Collective, Traffic, names, seconds
 from paceline.testing.links import LIMIT_S, everyone, pattern, same
+from partly import partly
 
 pytestmark = pytest.mark.long
 
@@ -53,7 +54,7 @@ class Meter:
         self.begins = {}
 
 
-class Metered(transport.Link):
+class Metered(partly(transport.Link)):
     """A link whose messages are counted, and timed by a clock of its own: a message is one tick of both its ends."""
 
     def __init__(self, link, meter):

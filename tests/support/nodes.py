@@ -30,6 +30,7 @@ from paceline.step.run_state import RunState
 from paceline.step.step import step
 from paceline.train.lars import LARS
 from paceline.transport import Link
+from partly import partly
 
 IN, HIDDEN, OUT = 96, 128, 3  # 96 x 128 in float64 is large enough to travel as factors
 WIDE = 256
@@ -145,13 +146,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-# an engine of which nobody calls a function
-Known = type("Known", (contract.Engine,), dict.fromkeys(contract.Engine.__abstractmethods__))
-
-
 def engine_of(buckets: Sequence[messages.Bucket], **traits: Any) -> contract.Engine:
     """What an exchange needs to know of an engine."""
-    made = Known()
+    made = partly(contract.Engine)()
     vars(made).update(buckets=buckets, **traits)
     return made
 

@@ -28,8 +28,8 @@ from paceline.messages import (
     Vote,
 )
 
-# samples since the last average; the stop signal; seconds per step: busy, and those of them that are fixed
-REPORT = struct.Struct("<dBdd")
+# samples since the last average; the stop signal; seconds per step: busy, and those of them that are fixed; a hash
+REPORT = struct.Struct("<dBddI")
 
 
 class Exchange(contract.Exchange):
@@ -51,7 +51,7 @@ class Exchange(contract.Exchange):
         self.buckets, self.link = engine.buckets, link
         self.step, self.samples = 0, 0.0
         self._requested = self._reported = 0
-        self._reports: list[tuple[Any, ...]] = []  # samples, stop signal, paces: of each rank, at the last average
+        self._reports: list[tuple[Any, ...]] = []  # of each rank, at the last average
         self._forget()
         self.gradients: dict[int, Gradient] = {}
 
@@ -86,11 +86,16 @@ class Exchange(contract.Exchange):
         if self.link.size == 1 or not self._spent or not (now or self.step % self.period == 0):
             return None
         pace = (statistics.fmean(column) for column in zip(*self._spent, strict=True))
-        report = torch.frombuffer(bytearray(REPORT.pack(self.samples, self._requested, *pace)), dtype=torch.uint8)
+        packed = REPORT.pack(self.samples, self._requested, *pace, self._hash())
+        report = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         received = self.link.all_gather(report, "the number of samples of each rank", even=True).wait()
         self._reports = [REPORT.unpack(bytes(part.numpy())) for part in received]
         total = sum(samples for samples, *_ in self._reports)
         return self._combined(weights, self.samples / total if total else 1 / self.link.size)
+
+    def _hash(self) -> int:
+        """Of what all nodes must have in common before an average."""
+        return 0
 
     def _combined(self, weights: Sequence[Tensor], share: float) -> Sequence[Target]:
         """The weights with which all nodes continue. ``share``: this node's part of all samples."""
@@ -102,7 +107,7 @@ class Exchange(contract.Exchange):
         self._reported = max(signal for _, signal, *_ in self._reports)
         self._forget()
         self._requested = 0  # now reported; a rank that still requests a stop repeats it with its next vote
-        self._paces = tuple((busy, fixed) for *_, busy, fixed in self._reports)
+        self._paces = tuple((busy, fixed) for _, _, busy, fixed, _ in self._reports)
         self.samples = 0.0
 
     def traffic(self, dtype: torch.dtype) -> ExchangeTraffic:

@@ -24,8 +24,8 @@ KILLED = 137, -signal.SIGKILL  # exit codes after SIGKILL: of a child of the com
 
 @dataclass(frozen=True)
 class ProcessResult:
-    """``code``: the exit code; None if the deadline passed. ``last_line``: the last line on stderr that says why. ``told``:
-    what follows the wanted words there."""
+    """``code``: the exit code; None if the deadline passed. ``last_line``: the last line on stderr that says why.
+    ``told``: what follows the wanted words there."""
 
     code: int | None
     last_line: str
