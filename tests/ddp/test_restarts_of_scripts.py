@@ -6,7 +6,7 @@ import torch
 
 from launching import begin, finish
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.dear, pytest.mark.long]
 
 SCRIPT = """
 import os, sys

@@ -65,6 +65,7 @@ def under_torchrun(script):
     return ranks(sys.executable, *words, "-m", "paceline.ddp", script, "--lr", 3)
 
 
+@pytest.mark.dear
 def test_of_mpirun(script):
     want(mpi=mpirun.unavailable())
     begin = mpirun.command(2, "-m", "paceline.ddp", script, "--lr", 3)

@@ -6,7 +6,7 @@ import pytest
 
 from launching import begin, finish
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.dear, pytest.mark.long]
 
 HEAD = """
 import json, os
