@@ -22,7 +22,9 @@ def done(*words: object, cwd: str, environment: dict[str, str]) -> str:
     ours = "SLURM_", "PACELINE_"
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     command = [str(word) for word in words]
-    ran = subprocess.run(command, env={**clean, **environment}, cwd=cwd, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        command, env={**clean, **environment}, cwd=cwd, capture_output=True, text=True, timeout=3600, check=False
+    )
     if ran.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{ran.stdout}{ran.stderr}")
     return ran.stdout

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 
 import mpirun
 import slurm
-from launching import unedited
+from launching import from_outside, unedited
 from machines import Machines, needs_machines
 from needs import want
 from paceline.launch.local import free_port
@@ -53,18 +51,7 @@ def ran(command, folder, **more):
         "mpirun": mpirun.command(2)[: -len(("-n", "2", sys.executable))] if name == "mpirun" else [],
     }.get(name, [name])
     words = [sys.executable if word == "python" else word for word in words]
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("PACELINE_", "SLURM_", "OMPI_"))}
-    done = subprocess.run(
-        [*start, *words],
-        env={**clean, "OMP_NUM_THREADS": "1", **given, **more},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return from_outside([*start, *words], folder, **given, **more)
 
 
 @pytest.mark.parametrize(

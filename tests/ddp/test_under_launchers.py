@@ -1,6 +1,5 @@
 """DDP scripts as srun, mpirun and sbatch start them, by `python -m paceline.ddp`."""
 
-import subprocess
 import sys
 import time
 
@@ -8,7 +7,7 @@ import pytest
 
 import mpirun
 import slurm
-from launching import environment
+from launching import from_outside
 from needs import needs, want
 from paceline.cli import prepare, sbatch
 from paceline.launch.batch_script import BatchJob
@@ -44,16 +43,7 @@ def script(tmp_path):
 
 
 def ranks(*command, cwd=None, **more):
-    done = subprocess.run(
-        list(map(str, command)), env=clean(**more), cwd=cwd, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return said(done.stdout)
-
-
-def clean(**more):
-    ours = ("SLURM_", "OMPI_", "PMIX_", "PACELINE_", "MASTER_")
-    return {name: value for name, value in environment().items() if not name.startswith(ours)} | more
+    return said(from_outside(command, cwd, **more))
 
 
 def said(output):

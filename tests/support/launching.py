@@ -43,10 +43,18 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def unedited(command: Sequence[Any], folder: Path, **more: str) -> str:
-    """What a Python command prints that knows nothing of paceline, without variables of ours or of Accelerate's."""
-    given = {name: value for name, value in os.environ.items() if not name.startswith(("PACELINE_", "ACCELERATE_"))}
+    """What a Python command prints that knows nothing of paceline."""
+    return from_outside([sys.executable, *command], folder, **more)
+
+
+OURS = "PACELINE_", "ACCELERATE_", "SLURM_", "OMPI_", "PMIX_", "MASTER_"
+
+
+def from_outside(command: Sequence[Any], folder: Path, **more: str) -> str:
+    """What a command prints without variables of ours, of Accelerate's or of launchers."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     done = subprocess.run(
-        [sys.executable, *map(str, command)],
+        list(map(str, command)),
         env={**given, "OMP_NUM_THREADS": "1", **more},
         cwd=folder,
         capture_output=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -9,6 +10,8 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+
+import psutil
 
 from paceline.launch.local import free_port
 
@@ -128,4 +131,14 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._end_steps()
         self._temporary.cleanup()
+
+    def _end_steps(self) -> None:
+        """A step that reports its end to a slurmd which has ended tries so for ever."""
+        for process in psutil.process_iter(["name"]):
+            with contextlib.suppress(psutil.Error):
+                ours = process.info["name"] == "slurmstepd" and process.open_files()
+                if any(file.path.startswith(f"{self.folder}/") for file in ours or ()):
+                    for each in [*process.children(recursive=True), process]:
+                        each.kill()

@@ -20,7 +20,8 @@ from paceline.ddp import after_import
 
 VARIABLE, OFF, TORCHS = "PACELINE_DDP", "off", "torch"  # torch's: ours, with torch's sums, for comparisons
 MODULE, CLASS = "paceline.ddp.module", "DistributedDataParallel"
-TIMED, FOUND = "PACELINE_DDP_TIMED", "timed: "  # `paceline.ddp.stopwatch` times the script, and logs what it found
+# `paceline.ddp.stopwatch` times the script, and logs what it found after these words
+TIMED, FOUND = "PACELINE_DDP_TIMED", "steps of DistributedDataParallel timed: "
 # who starts the processes of a script that makes its process group itself: `paceline run`, or the script's library
 STARTED_BY, RUN, SCRIPT = "PACELINE_DDP_STARTED_BY", "run", "script"
 RANKS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import DistributedDataParallel as Base
 
-from paceline.ddp import ending, fused, handshake, hierarchical, import_hook, stopwatch
+from paceline.ddp import exit_report, fused, handshake, hierarchical, import_hook, stopwatch
 from paceline.ddp.exchange import UNLIKE, BucketSums
 from paceline.ddp.factors import Factors
 from paceline.ddp.lane import Lane
@@ -71,12 +71,12 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
             _install(self, self._sums)
         elif gloo and not _asked_for_torchs() and Factors(module, dist.get_world_size(self.process_group)).of:
             self._say_why(self._why_torchs(module))
-        ending.of_process.watch()
+        exit_report.of_process.install()
         if kept:
             kept.begin(self.process_group, self._sums.lane if self._sums else None, on_cpus=gloo)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        ending.of_process.steps += torch.is_grad_enabled() and self.require_backward_grad_sync
+        exit_report.of_process.steps += torch.is_grad_enabled() and self.require_backward_grad_sync
         if self._stopwatch and torch.is_grad_enabled():
             self._stopwatch.forward((*inputs, *options.values()), self.require_backward_grad_sync)
         return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]

@@ -166,9 +166,9 @@ def _timed(
     start = [sys.executable, "-m", "paceline", "run", *launch]
     given = {import_hook.TIMED: "1", import_hook.VARIABLE: kind, "PACELINE_LOG": "info"}
     ended = run_in_process([*start, *command], given, LIMIT_S, wanted=import_hook.FOUND)
-    if ended.told:
-        said = json.loads(ended.told)
-        return Timing(name.replace(str(ranks), str(said["ranks"]), 1), **said)
+    if ended.found:
+        timed = json.loads(ended.found)
+        return Timing(name.replace(str(ranks), str(timed["ranks"]), 1), **timed)
     if ended.code is None:
         return Timing(name, ranks, error=f"{STEPS} steps took more than {LIMIT_S:.0f} s")
     hint = "; Lightning wraps no model with devices=1" if "lightning" in used(command) else ""

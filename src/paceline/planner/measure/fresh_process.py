@@ -25,11 +25,11 @@ KILLED = 137, -signal.SIGKILL  # exit codes after SIGKILL: of a child of the com
 @dataclass(frozen=True)
 class ProcessResult:
     """``code``: the exit code; None if the deadline passed. ``last_line``: the last line on stderr that says why.
-    ``told``: what follows the wanted words there."""
+    ``found``: what follows the wanted words there."""
 
     code: int | None
     last_line: str
-    told: str = ""
+    found: str = ""
 
 
 def run_in_process(
@@ -55,8 +55,8 @@ def run_in_process(
         errors.seek(0)
         lines = errors.read().decode(errors="replace").strip().splitlines()
     last_line = why(lines)[:300] or f"exit code {code}"
-    told = next((line.partition(wanted)[2] for line in lines if wanted and wanted in line), "")
-    return ProcessResult(code, f"{last_line}: killed, as where memory runs out" if code in KILLED else last_line, told)
+    found = next((line.partition(wanted)[2] for line in lines if wanted and wanted in line), "")
+    return ProcessResult(code, f"{last_line}: killed, as where memory runs out" if code in KILLED else last_line, found)
 
 
 def why(lines: Sequence[str]) -> str:
