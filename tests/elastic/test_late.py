@@ -26,6 +26,7 @@ from paceline.errors import LinkError
 from paceline.exchange.flow.control import Control
 from paceline.launch import local
 from paceline.launch.supervise import node_restarts
+from paceline.launch.supervise.local_nodes import Team
 from paceline.link import gloo as plain
 from paceline.link import memory, tls
 from paceline.link.net.store_server import RendezvousStore
@@ -264,6 +265,21 @@ def test_a_node_whose_others_are_elsewhere_comes_back_as_often_and_then_says_how
     assert (tmp_path / "lives-1").read_text() == "4"
     (tmp_path / "lives-1").unlink()
     assert start(tmp_path, monkeypatch, 9, node=1) == 7
+    assert (tmp_path / "lives-1").read_text() == "4"
+
+
+def test_a_node_that_ends_while_the_launcher_looks_is_started_again(tmp_path, monkeypatch):
+    """Story: it failed just after it was seen to run, all had ended then, and the launcher ended too."""
+    look = Team.states
+
+    def states(team):
+        found = look(team)
+        for child in team.children:
+            child.process.wait(30)
+        return found
+
+    monkeypatch.setattr(Team, "states", states)
+    assert start(tmp_path, monkeypatch, 3, node=1) == 0
     assert (tmp_path / "lives-1").read_text() == "4"
 
 

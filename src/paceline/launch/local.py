@@ -252,6 +252,7 @@ def _watch(
     while True:
         requests.poll()
         reported = _report_state(team, requests, reported)
+        all_ended = all(child.code is not None for child in team.children)  # before their states are looked at
         states = team.states()
         failed_nodes = [node for node, state in states.items() if state == FAILED]
         if failure_code is None and failed_nodes and not _continues(states, min_nodes, node_restarts):
@@ -273,7 +274,7 @@ def _watch(
             allowed_s = TIMEOUT_S if requests.received else float("inf")
         if time.monotonic() + allowed_s < end:
             end, limit_s = time.monotonic() + allowed_s, allowed_s
-        if None not in codes and (min_nodes or not may_restart):
+        if all_ended and None not in codes and (min_nodes or not may_restart):
             break
         if time.monotonic() > end:
             running = [child for child in team.children if child.code is None]
