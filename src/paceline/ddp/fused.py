@@ -30,6 +30,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from paceline.ddp.early import WHOLE, EarlySums, Own
 from paceline.ddp.exchange import checksum
 from paceline.ddp.factors import saved_elsewhere
+from paceline.ddp.import_hook import FUSED
+from paceline.ddp.import_hook import OPTIMIZER as VARIABLE
 from paceline.ddp.lane import Lane
 from paceline.engine.compute.batch import leaves
 from paceline.engine.compute.gradient_hooks import Backward, Call, Pass
@@ -39,7 +41,6 @@ from paceline.report.log import log
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
-VARIABLE, FUSED = "PACELINE_DDP_OPTIMIZER", "fused"
 WITHOUT = f"without {VARIABLE}={FUSED} this script runs as it is"
 UNUSED, IMPURE = -1, -2  # instead of a number of rows
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # by torch's class

@@ -20,6 +20,7 @@ from paceline.ddp import after_import
 
 VARIABLE, OFF, TORCHS = "PACELINE_DDP", "off", "torch"  # torch's: ours, with torch's sums, for comparisons
 MODULE, CLASS = "paceline.ddp.module", "DistributedDataParallel"
+OPTIMIZER, FUSED = "PACELINE_DDP_OPTIMIZER", "fused"  # of `paceline.ddp.fused`
 # `paceline.ddp.stopwatch` times the script, and logs what it found after these words
 TIMED, FOUND = "PACELINE_DDP_TIMED", "steps of DistributedDataParallel timed: "
 # who starts the processes of a script that makes its process group itself: `paceline run`, or the script's library

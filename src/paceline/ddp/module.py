@@ -61,7 +61,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         with kept.kept_out(module) if kept else contextlib.nullcontext():
             super().__init__(module, *arguments, **options)
         self._fused = kept
-        self._stopwatch = stopwatch.made(self.process_group)
+        self._stopwatch = stopwatch.made(self.process_group, alone=not kept)
         gloo = dist.get_backend(self.process_group) == "gloo"
         if gloo and dist.get_world_size(self.process_group) > 1:
             self._sums = self._made(module)
@@ -79,6 +79,9 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         exit_report.of_process.steps += torch.is_grad_enabled() and self.require_backward_grad_sync
         if self._stopwatch and torch.is_grad_enabled():
             self._stopwatch.forward((*inputs, *options.values()), self.require_backward_grad_sync)
+            if self._stopwatch.alone:
+                with self.no_sync():
+                    return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]
         return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]
 
     def _ddp_init_helper(self, *arguments: Any, **options: Any) -> None:
@@ -201,7 +204,9 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         if not self._fused:
             return contextlib.nullcontext()
         if _compiling():
-            raise ValueError(f"{fused.VARIABLE}={fused.FUSED} is not for a compiled model; {fused.WITHOUT}")
+            raise ValueError(
+                f"{import_hook.OPTIMIZER}={import_hook.FUSED} is not for a compiled model; {fused.WITHOUT}"
+            )
         return self._fused.forward(self._join_config.enable, whole=bool(self.require_backward_grad_sync))
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
@@ -218,7 +223,9 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
 
     def __getstate__(self) -> Any:
         if self._fused:
-            raise ValueError(f"{fused.VARIABLE}={fused.FUSED} is not for copies of a wrapper, but of its .module")
+            raise ValueError(
+                f"{import_hook.OPTIMIZER}={import_hook.FUSED} is not for copies of a wrapper, but of its .module"
+            )
         state = super().__getstate__()  # type: ignore[no-untyped-call]
         return {**state, "_sums": None, "_theirs": None, "_stopwatch": None, "_fused": None}
 

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,10 +24,12 @@ USES = re.compile(
 )
 LAUNCHES = re.compile(r"\b(Trainer|Fabric|LightningCLI)\(")  # Lightning's, which starts processes
 SPAWNS = re.compile(r"\b(?:mp|multiprocessing)\.(?:spawn|start_processes)\(|\bnotebook_launcher\(")
+SGD = re.compile(r"\bSGD\b")
+UPDATING = "paceline's class, updates in the exchange"
 OURS = "join", "Pace", "launch"  # what a script calls that needs no wrapper
 ITSELF = "DistributedDataParallel", "init_process_group"  # what a script calls that uses no library
 MOST_FILES = 200  # of a script and what it imports, that are looked at
-STEPS, LIMIT_S = 18, 600.0  # of `paceline.ddp.stopwatch`
+STEPS, LIMIT_S = 23, 600.0  # of `paceline.ddp.stopwatch`
 
 
 def used(command: Sequence[str]) -> str:
@@ -110,12 +112,13 @@ def _joins(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Timing:
-    """*Units*: seconds of a step, of the slowest rank. ``rows``: of a rank's step, all its passes; 0: unknown.
-    ``error``: why it could not be timed."""
+    """*Units*: seconds of a step, of the slowest rank; ``alone_s``: of one that sends nothing, 0 if not timed.
+    ``rows``: of a rank's step, all its passes; 0: unknown. ``error``: why it could not be timed."""
 
     name: str
     ranks: int
     step_s: float = 0.0
+    alone_s: float = 0.0
     rows: int = 0
     error: str = ""
 
@@ -142,10 +145,14 @@ def timings(
     command: Sequence[str], ranks: int, show: Callable[[str], None], machines: Machines = Machines()
 ) -> list[Timing]:
     """One process, then ``ranks`` of them with torch's class and with ours; then as many on each of several machines. A
-    library, or a script that starts its processes itself, has no such first row."""
-    own, found = starts_processes(command), []
+    library, or a script that starts its processes itself, has no such first row. One that names SGD is timed with the
+    update in the exchange as well, as `paceline.join` does it."""
+    own, found = starts_processes(command), list[Timing]()
+    classes = [("torch's class", {import_hook.VARIABLE: import_hook.TORCHS}), ("paceline's class", {})]
+    if any(map(SGD.search, _texts(command))):
+        classes.append((UPDATING, {import_hook.OPTIMIZER: import_hook.FUSED}))
     if used(command) in ITSELF and not own:
-        found.append(_timed(command, ("--plan", f"{PROCESSES}:1"), "1 process", 1, import_hook.TORCHS, show))
+        found.append(_timed(command, ("--plan", f"{PROCESSES}:1"), "1 process", 1, classes[0][1], show))
     else:
         ranks = max(ranks, 2)
     launch: tuple[str, ...] = () if own else ("--plan", f"{PROCESSES}:{ranks}")
@@ -154,18 +161,24 @@ def timings(
         there = "-H", ",".join(machines.hosts), *machines.options, "--plan", f"{PROCESSES}:{ranks}"
         ways.append((there, f"{count * ranks} processes on {count} machines", count * ranks))
     for words, where, size in ways:
-        for whose, kind in (("torch's", import_hook.TORCHS), ("paceline's", "")):
-            found.append(_timed(command, words, f"{where}, {whose} class", size, kind, show))
+        for name, given in classes:
+            found.append(_timed(command, words, f"{where}, {name}", size, given, show))
     return found
 
 
 def _timed(
-    command: Sequence[str], launch: Sequence[str], name: str, ranks: int, kind: str, show: Callable[[str], None]
+    command: Sequence[str],
+    launch: Sequence[str],
+    name: str,
+    ranks: int,
+    given: Mapping[str, str],
+    show: Callable[[str], None],
 ) -> Timing:
     show(f"trying {name}")
     start = [sys.executable, "-m", "paceline", "run", *launch]
-    given = {import_hook.TIMED: "1", import_hook.VARIABLE: kind, "PACELINE_LOG": "info"}
-    ended = run_in_process([*start, *command], given, LIMIT_S, wanted=import_hook.FOUND)
+    variables = {import_hook.VARIABLE: "", import_hook.OPTIMIZER: "", **given}
+    variables |= {import_hook.TIMED: "1", "PACELINE_LOG": "info"}
+    ended = run_in_process([*start, *command], variables, LIMIT_S, wanted=import_hook.FOUND)
     if ended.found:
         timed = json.loads(ended.found)
         return Timing(name.replace(str(ranks), str(timed["ranks"]), 1), **timed)
@@ -178,16 +191,20 @@ def _timed(
 
 def report(found: Sequence[Timing], cores: int) -> list[str]:
     """Lines for people; what `join` would add is the last."""
-    lines = [one.words(found[0]) for one in found]
-    pairs = [(one, other) for one, other in pairwise(found) if one.ranks == other.ranks > 1]
+    lines, most = [one.words(found[0]) for one in found], ""
+    pairs = [
+        (one, other) for one, other in pairwise(found) if one.ranks == other.ranks > 1 and UPDATING not in other.name
+    ]
     for theirs, ours in pairs:
+        where = f" with {ours.ranks} processes" if len(pairs) > 1 else ""
         if theirs.step_s and ours.step_s:
-            where = f" with {ours.ranks} processes" if len(pairs) > 1 else ""
             lines.append(f"paceline's class{where}: {theirs.step_s / ours.step_s:.2f}x torch's")
+        if ours.step_s and ours.alone_s:
+            most = f"at most {max(1.0, ours.step_s / ours.alone_s):.2f}x as fast{where}, as a step that sends nothing; "
     if os.environ.get("OMP_NUM_THREADS") is None and len(found) > 1:
         lines.append(f"each process had its part of {cores} cores")
     lines.append(
-        "paceline.join in place of the wrapper: plans with other engines, one global batch for any number of machines, "
-        "training that survives lost nodes (docs/from-ddp.md)"
+        f"paceline.join in place of the wrapper: {most}plans with other engines, one global batch for any number of "
+        "machines, training that survives lost nodes (docs/from-ddp.md)"
     )
     return lines
