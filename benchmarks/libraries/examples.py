@@ -4,7 +4,7 @@
 
 SITE has what `others_requirements.txt` names, ACCELERATE is a checkout. FOLDER gets what the examples would load from
 a hub, under the same names: a small BERT, a small Llama, sentences and a metric. Prints a row for each: how far the
-weights are apart at its end, relative to the largest.
+weights, in float64, are apart at its end, relative to the largest.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ def main(accelerate: Path, folder: Path, names: list[str]) -> None:
             finish(folder, out, [*LAUNCH, *ours, str(KEEP), out, str(script), *NAMES[name].split()])
             said = torch.load(folder / f"{out}.pt", weights_only=True)
             assert said["class"].startswith("paceline") == bool(ours), said["class"]
+            assert {each.dtype for each in said["weights"].values()} == {torch.float64}
             found.append(said["weights"])
         print(f"| `{name}.py` | {len(found[0])} | {apart(found[1], found[0]):.1e} |", flush=True)
 

@@ -1,4 +1,5 @@
-"""Runs a script as it is, and at its end writes the weights of the last model that it wrapped: a script may save none.
+"""Runs a script as it is but in float64, and at its end writes the weights of the last model that it wrapped: a script
+may save none.
 
 torchrun ... keep_weights.py OUT SCRIPT [ARGUMENTS ...]       OUT.pt: of rank 0, with the name of the class
 """
@@ -21,8 +22,8 @@ _wrapped: list[Any] = []
 def keep(kind: type) -> None:
     made = kind.__init__  # type: ignore[misc]
 
-    def init(self: Any, *words: Any, **named: Any) -> None:
-        made(self, *words, **named)
+    def init(self: Any, module: torch.nn.Module, *words: Any, **named: Any) -> None:
+        made(self, module.double(), *words, **named)
         _wrapped.append(self)
 
     kind.__init__ = init  # type: ignore[misc]

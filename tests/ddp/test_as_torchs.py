@@ -127,7 +127,7 @@ def test_where_a_rank_comes_too_late_no_rank_takes_its_message(late_s, monkeypat
 
     def told(rank):
         time.sleep(late_s * rank)
-        return len(handshake.exchange(store, 1, rank, 2, handshake.message([], [], True, True)))
+        return len(handshake.exchange(store, 1, rank, 2, handshake.message([], [], cpu=True, shares=True, sums=True)))
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(told, range(2))) == ([0, 0] if late_s else [2, 2])
@@ -145,7 +145,9 @@ def test_on_a_slow_network_buckets_are_small_and_the_bits_are_torchs(slow, tmp_p
         ours, theirs = one["buckets"]
         assert one["gap"] == 0, case
         assert not one["shared"]
-        assert ours > theirs if slow and case in ("plain", "static graph") else ours == theirs, case
+        usual = not slow or case in ("own size", "hook") or case == "unused"  # torch does not build them again there
+        assert ours == theirs if usual else ours > theirs, case
+        assert bool(one["packed"]) == (slow and case not in ("hook", "joined, mean of those left")), case
 
 
 @needs_cluster

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from paceline.ddp.factors import Factors, Weight
 from paceline.ddp.lane import Lane
+from paceline.ddp.packed_sums import PackedSums
 from paceline.report.log import log
 
 if TYPE_CHECKING:
@@ -96,10 +97,11 @@ class Part:
 
 
 class BucketSums:
-    """Among the ranks of ``group``, whose ``lane`` it is."""
+    """Among the ranks of ``group``, whose ``lane`` it is. ``packed``: of whole buckets, where no weight has factors."""
 
-    def __init__(self, factors: Factors, group: Any, lane: Lane):
+    def __init__(self, factors: Factors, group: Any, lane: Lane, packed: PackedSums | None):
         self.factors, self.group, self.size, self.lane = factors, group, dist.get_world_size(group), lane
+        self._packed = packed
         self.trials: dict[str, Trial] = {}
         self.active = True  # False: this rank has joined, and takes part in the others' sums
         self._products = 0  # a checksum over the products since the last header
@@ -113,11 +115,20 @@ class BucketSums:
         if self.factors.of:  # else there are no headers
             self.lane.packed = self._slow
 
+    def begin_forward(self) -> None:
+        self.between_passes()
+        if self._packed:
+            self._packed.begin_forward()
+
     def run(self, bucket: GradBucket, of_active: bool = False) -> Future:
         """The mean of a bucket's gradients over all ranks, or over those that have not joined: a communication hook."""
         buffer, active = bucket.buffer(), self.active
         if bucket.index() == 0:
             self.between_passes()
+            if self._packed and not of_active:
+                self._packed.begin_pass()
+        if self._packed and self._packed.takes(buffer) and not of_active:
+            return self._packed.run(buffer).then(_value)
         begin = time.perf_counter()
         parts, others = list[Part](), list[Tensor]()
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -127,7 +138,7 @@ class BucketSums:
                 others.append(gradient)
         if not (parts or of_active or self.lane.packs_sum(buffer) or self.lane.shares(buffer)):
             buffer.div_(self.size)
-            return dist.all_reduce(buffer, group=self.group, async_op=True).get_future().then(_first)
+            return dist.all_reduce(buffer, group=self.group, async_op=True).get_future().then(self._first)
         checked_s = time.perf_counter() - begin
         future: Future = torch.futures.Future()
 
@@ -137,6 +148,11 @@ class BucketSums:
 
         self.lane.submit(lambda: _into(future, work))
         return future.then(_value)
+
+    def _first(self, done: Future) -> Any:
+        if self._packed:
+            self._packed.end_sum()
+        return done.value()[0]
 
     def _sum(
         self, buffer: Tensor, parts: Sequence[Part], others: Sequence[Tensor], divisor: int, checked_s: float
@@ -225,7 +241,3 @@ def _into(future: Future, work: Callable[[], Tensor]) -> None:
 def _value(done: Future) -> Any:
     """Raises the sum's own error, which torch's reducer would not find in a future that was given it."""
     return done.value()
-
-
-def _first(done: Future) -> Any:
-    return done.value()[0]

@@ -18,11 +18,11 @@ WAIT = timedelta(seconds=60)  # ranks have just verified their parameters togeth
 ROWS = 8, 64  # of the products that are compared
 
 
-def message(weights: Sequence[Weight], fused: Sequence[str], cpu: bool, shares: bool) -> dict[str, Any]:
+def message(weights: Sequence[Weight], fused: Sequence[str], *, cpu: bool, shares: bool, sums: bool) -> dict[str, Any]:
     """Of one rank. ``fused``: weights that are left to the optimizer; ``cpu``: where its model is; ``shares``: it may
-    sum in shared memory."""
+    sum in shared memory; ``sums``: and whole buckets in a lane of ours."""
     own = {"addresses": addresses(), "weights": [_fingerprint(weight) for weight in weights], "machine": _machine()}
-    return {**own, "fused": list(fused), "cpu": cpu, "shares": shares}
+    return {**own, "fused": list(fused), "cpu": cpu, "shares": shares, "sums": sums}
 
 
 def exchange(store: Any, number: int, rank: int, size: int, own: dict[str, Any]) -> list[dict[str, Any]]:

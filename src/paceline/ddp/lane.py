@@ -95,13 +95,18 @@ class Lane:
             for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))
         ]
 
+    def gather(self, own: Tensor) -> tuple[list[Tensor], Any]:
+        """Every rank's, once the work has been waited for."""
+        each = [torch.empty_like(own) for _ in range(self.size)]
+        return each, self._gloo.allgather([each], [own])
+
     def _gathered(self, own: Tensor) -> list[Tensor]:
         begin = time.perf_counter()
         if self._shared and self._shared.gathers and self.shares(own):
             each = self._shared.gather(own)
         else:
-            each = [torch.empty_like(own) for _ in range(self.size)]
-            self._gloo.allgather([each], [own]).wait()
+            each, work = self.gather(own)
+            work.wait()
         self.last_s, self.last_bytes = time.perf_counter() - begin, (self.size - 1) * own.nbytes
         if self.last_bytes >= TIMED_BYTES:
             self._rates.append(self.last_s / self.last_bytes)

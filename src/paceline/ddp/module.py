@@ -28,6 +28,7 @@ from paceline.ddp.exchange import UNLIKE, BucketSums
 from paceline.ddp.factors import Factors
 from paceline.ddp.lane import Lane
 from paceline.ddp.lost_ranks import watch
+from paceline.ddp.packed_sums import PackedSums
 from paceline.report.log import log
 
 dist: Any = torch.distributed  # its stubs leave out what we use
@@ -112,17 +113,20 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
             if rank == 0:
                 log.info(UNLIKE)
         shares = len(set(machines)) < len(machines) and all(one["shares"] for one in messages)
-        if self._fused or factors.of or shares:
+        packs = self._slow_network and size == 2 and not factors.of and all(one["sums"] for one in messages)
+        if self._fused or factors.of or shares or packs:
             lane = Lane(group, store, str(number), _timeout(group), machines or [0] * size, shares)
-            sums = BucketSums(factors, group, lane)
+            sums = BucketSums(factors, group, lane, PackedSums(lane) if packs else None)
         watch(group, store, {address for one in messages for address in one["addresses"]})
         return sums
 
     def _message(self, module: nn.Module, factors: Factors) -> dict[str, Any]:
         cpu, large = self.device_type == "cpu", _num_bytes(self._module_parameters) >= hierarchical.MIN_BYTES
         on_linux = sys.platform == "linux"  # its memory files, and sockets without a name on disk
+        sums = cpu and not self._fused and not self._left_to_torch(module)
         shares = cpu and large and on_linux and not self._left_to_torch(module)
-        return handshake.message(list(factors.of.values()), self._fused.names if self._fused else [], cpu, shares)
+        fused_names = self._fused.names if self._fused else []
+        return handshake.message(list(factors.of.values()), fused_names, cpu=cpu, shares=shares, sums=sums)
 
     def _left_to_torch(self, module: nn.Module) -> bool:
         return bool(self._why_torchs(module)) or _asked_for_torchs()
@@ -192,7 +196,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
     def _inside_ddp_forward(self) -> Iterator[None]:
         with super()._inside_ddp_forward(), self._rows_kept():
             if self._sums and self.require_backward_grad_sync:
-                self._sums.between_passes()
+                self._sums.begin_forward()
             looks = self._sums and self._sums.factors.of and not self._theirs and torch.is_grad_enabled()
             if self._sums and looks and not _compiling() and not _compiled(self.module):
                 with self._sums.factors.looking():

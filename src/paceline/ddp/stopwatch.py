@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.ddp import import_hook
 from paceline.report.log import log
 
-BEFORE, TIMED = 8, 10  # steps: buckets are made anew after one, and ours tries two forms of them
+BEFORE, TIMED = 10, 10  # steps: buckets are made anew after one, and ours tries two forms of them
 ALONE = 5  # steps after them in which nothing is sent, the first of which is not timed
 
 
