@@ -1,6 +1,8 @@
 """Residual networks on 1, 2 and 4 nodes of a real Slurm, which are all this machine, started by `paceline sbatch`.
 
-python benchmarks/on_slurm.py    (as root; slurmctld, slurmd and munge are installed)
+    python benchmarks/on_slurm.py --pin [options of on_slurm_job.py]
+
+As root; slurmctld, slurmd and munge are installed.
 """
 
 import argparse
@@ -31,11 +33,10 @@ def done(*words: object, cwd: str, environment: dict[str, str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="resnet50v2,resnet152v2")
     parser.add_argument("--nodes", default="1,2,4")
-    parser.add_argument("--images", type=int, default=960)
-    asked = parser.parse_args()
+    asked, job = parser.parse_known_args()
     if why := unavailable():
         raise SystemExit(why)
     print("| model | nodes | images/s | speedup | accuracy | seconds of the job |\n|---|---|---|---|---|---|")
@@ -46,7 +47,7 @@ def main() -> None:
             for count in asked.nodes.split(","):
                 name = f"{model}-{count}"
                 words = "--plan", "sequential", "--out", name, "--write", f"{name}.sbatch"
-                script = SCRIPT, "-N", count, "--model", model, "--images", asked.images
+                script = SCRIPT, "-N", count, "--model", model, *job
                 done(sys.executable, "-m", "paceline", "sbatch", *words, *script, **there)
                 begin_s = time.monotonic()
                 done("sbatch", "--wait", f"{name}.sbatch", **there)

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from paceline.launch.local import free_port
 from paceline_bench.single.contender import made
 
-RUNS = (("alexnet", 32, "features.8", 4), ("transformer", 16, "blocks.3", 8))
+RUNS = (("alexnet", 32, "features.8", 4), ("transformer@128", 16, "blocks.3", 8))
 
 
 def stage(rank: int, port: int, name: str, batch: int, cut: str, micros: int, steps: int) -> None:

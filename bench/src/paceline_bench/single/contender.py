@@ -35,20 +35,11 @@ def mlp(num_classes: int) -> nn.Module:
 
 
 def made(name: str, batch: int) -> tuple[nn.Module, Tensor, Tensor]:
-    torch.manual_seed(0)
-    if name == "transformer":
-        tokens = torch.randint(0, work.VOCABULARY, (batch, 129))
-        return work.Transformer(work.VOCABULARY, 128, 320, 6, 5), tokens[:, :-1], tokens[:, 1:]
     if name == "mlp":
-        model, shape = mlp(CLASSES), tuple[int, ...]((64,))
-    elif name == "vit":
-        model, shape = work.VisionTransformer(224, 256, 6, 4), (3, 224, 224)
-    else:
-        from paceline.train.network import network
-
-        net = network(name)
-        model, shape = net.build(CLASSES), net.input or (3, 224, 224)
-    return model, torch.randn(batch, *shape), torch.arange(batch) % CLASSES
+        torch.manual_seed(0)
+        return mlp(CLASSES), torch.randn(batch, 64), torch.arange(batch) % CLASSES
+    job = work.Work(name, batch)
+    return job.network(), job.x, job.y
 
 
 def by_hand(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], float]:

@@ -25,7 +25,7 @@ from paceline_bench.result import Finding, Show
 from paceline_bench.single import job
 from paceline_bench.single.paired import Contender, Spread, fight
 
-JOBS = (("alexnet", 32), ("vgg16", 8), ("transformer", 16), ("vit", 8), ("mlp", 64))
+JOBS = (("alexnet", 32), ("vgg16", 8), ("transformer@128", 16), ("vit", 8), ("mlp", 64))
 STARTS = 2  # of the plan of each model
 MEDIAN, P90, BEHIND, ENOUGH = 0.10, 0.25, 1.05, 0.9
 TIMED_S = 1.5
