@@ -68,8 +68,12 @@ def passes(sums, plain_s, packed_s, count=12):
     ],
 )
 def test_both_ranks_pack_where_the_slower_one_gains(monkeypatch, one, other, packs):
+    said = []
+    monkeypatch.setattr(packed_sums, "log", SimpleNamespace(info=said.append))
     told = on_two_ranks(monkeypatch, lambda rank, sums: passes(sums, *(one, other)[rank]))
     assert told == [[False] * 5 + [True] * 5 + [packs] * 2] * 2
+    slower = f"{max(one[1], other[1]) * 1e3:.0f} ms instead of {max(one[0], other[0]) * 1e3:.0f}"
+    assert [slower in text for text in said] == [True] * packs
 
 
 def test_the_first_pass_of_a_form_and_the_first_of_all_are_not_timed():
@@ -89,7 +93,7 @@ def test_a_sum_whose_other_rank_has_gone_raises(monkeypatch, rank_that_ends):
             sums.lane._gloo = sums._sizes._gloo = None  # its connections are closed
             return None
         with pytest.raises(RuntimeError):
-            sums.run(torch.ones(20_000)).value()
+            sums.run(torch.ones(20_000)).wait()
         return sums
 
     on_two_ranks(monkeypatch, work)

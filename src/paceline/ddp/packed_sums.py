@@ -23,6 +23,7 @@ from torch import Tensor
 
 from paceline.codec.encoding.packing import MIN_BYTES, fits, pack, unpack
 from paceline.ddp.lane import Lane
+from paceline.report.log import log
 
 PART_BYTES = 2 << 20
 WARM_UP, TRIALS = 1, 3  # passes in each form, before their time counts, and that count
@@ -81,7 +82,13 @@ class PackedSums:
 
     def _compare(self, least_us: list[float]) -> bool:
         plain, packed = torch.stack(self.lane.gathered(torch.tensor(least_us))).amax(0).tolist()
-        return bool(packed < CLEARLY * plain)
+        packs = bool(packed < CLEARLY * plain)
+        if packs and self.lane.rank == 0:
+            log.info(
+                "DistributedDataParallel: sums between the two machines are compressed without loss: a pass takes "
+                f"{packed / 1e3:.0f} ms instead of {plain / 1e3:.0f}"
+            )
+        return packs
 
     def takes(self, buffer: Tensor) -> bool:
         return self.packs and buffer.nbytes >= MIN_BYTES and buffer.is_floating_point() and fits(buffer)
