@@ -134,7 +134,7 @@ def test_a_gradient_that_is_not_computed_can_be_cleared_and_nothing_else():
 
 
 def test_another_value_of_the_variable_is_told(monkeypatch):
-    monkeypatch.setitem(os.environ, fused.VARIABLE, "adam")
+    monkeypatch.setitem(os.environ, fused.OPTIMIZER, "adam")
     with pytest.raises(ValueError, match="PACELINE_DDP_OPTIMIZER is 'fused' or not set, not 'adam'"):
         fused.wanted(nn.Linear(2, 2), False)
 

@@ -48,21 +48,33 @@ def test_a_plan_times_torchs_class_and_ours(folder):
     for line, way in zip(lines[1:4], WAYS, strict=True):
         assert re.fullmatch(rf"2 processes, {way}: \S+ s per step, global batch 16, \S+x the samples per second", line)
     assert re.fullmatch(r"paceline's class: \S+x torch's", lines[4])
-    assert re.match(r"paceline.join in place of the wrapper: at most \d+\.\d\dx as fast, as a step that", lines[-1])
+    assert re.match(r"paceline.join in place of the wrapper: (up to \d+\.\d\dx as fast, as .+; )?plans", lines[-1])
 
 
-def test_what_join_would_add_is_at_most_what_a_step_that_sends_nothing_saves():
+@pytest.mark.parametrize(
+    ("updating_s", "gain"),
+    [
+        (1.6, "up to 1.60x as fast, as a step that sends nothing; "),
+        (1.0, "up to 2.00x as fast, as updates in the exchange; "),  # no gradients of large layers are computed
+        (0.0, "up to 1.60x as fast, as a step that sends nothing; "),  # refused
+    ],
+)
+def test_what_join_would_add_is_what_the_faster_of_two_ways_saves(updating_s, gain):
     found = [
         ddp_script.Timing("1 process", 1, 1.0, 0.0, 8),
         ddp_script.Timing("2 processes, torch's class", 2, 4.0, 1.25, 8),
         ddp_script.Timing("2 processes, paceline's class", 2, 2.0, 1.25, 8),
-        ddp_script.Timing(f"2 processes, {ddp_script.UPDATING}", 2, 1.6, 0.0, 8),
+        ddp_script.Timing(f"2 processes, {ddp_script.UPDATING}", 2, updating_s, 0.0, 8, "" if updating_s else "why"),
     ]
     lines = ddp_script.report(found, 2)
-    assert lines[3] == f"2 processes, {WAYS[2]}: 1.6 s per step, global batch 16, 1.25x the samples per second"
+    assert lines[2] == f"2 processes, {WAYS[1]}: 2 s per step, global batch 16, 1.00x the samples per second"
     assert lines[4] == "paceline's class: 2.00x torch's"
-    said = "paceline.join in place of the wrapper: at most 1.60x as fast, as a step that sends nothing; "
-    assert lines[-1].startswith(said)
+    assert lines[-1].startswith(f"paceline.join in place of the wrapper: {gain}plans")
+
+
+def test_where_nothing_would_be_faster_join_is_promised_no_speed():
+    found = [ddp_script.Timing(f"2 processes, {way}", 2, 1.0, 1.25, 8) for way in WAYS[:2]]
+    assert ddp_script.report(found, 2)[-1].startswith("paceline.join in place of the wrapper: plans")
 
 
 @pytest.mark.dear

@@ -30,8 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from paceline.ddp.early import WHOLE, EarlySums, Own
 from paceline.ddp.exchange import checksum
 from paceline.ddp.factors import saved_elsewhere
-from paceline.ddp.import_hook import FUSED
-from paceline.ddp.import_hook import OPTIMIZER as VARIABLE
+from paceline.ddp.import_hook import FUSED, OPTIMIZER
 from paceline.ddp.lane import Lane
 from paceline.engine.compute.batch import leaves
 from paceline.engine.compute.gradient_hooks import Backward, Call, Pass
@@ -41,7 +40,8 @@ from paceline.report.log import log
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
-WITHOUT = f"without {VARIABLE}={FUSED} this script runs as it is"
+ASKED = f"{OPTIMIZER}={FUSED}"
+WITHOUT = f"without {ASKED} this script runs as it is"
 UNUSED, IMPURE = -1, -2  # instead of a number of rows
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # by torch's class
 
@@ -80,7 +80,7 @@ class Unread(Tensor):
             return args[0] if func is torch.ops.aten.zero_.default else None
         name = next(each.name for each in leaves((args, kwargs)) if isinstance(each, cls))
         raise RuntimeError(
-            f"{VARIABLE}={FUSED}: the gradient of {name!r} is not computed, and {func} uses it (of clipping, a scaler, "
+            f"{ASKED}: the gradient of {name!r} is not computed, and {func} uses it (of clipping, a scaler, "
             f"a look at .grad, a penalty on the weight); {WITHOUT}"
         )
 
@@ -139,7 +139,7 @@ class _Recording(Backward):
             return
         if grad.taken:
             raise RuntimeError(
-                f"{VARIABLE}={FUSED}: the gradient of {name!r} was used by optimizer.step() and not cleared before the "
+                f"{ASKED}: the gradient of {name!r} was used by optimizer.step() and not cleared before the "
                 f"next backward pass, which would add to it; call zero_grad() in every step; {WITHOUT}"
             )
         grad.calls.append(call)
@@ -178,9 +178,9 @@ class Fused:
         self._stepped: list[int] = []  # weights whose gradient the optimizer uses at the moment
         for weight in self.weights:
             if type(weight) is not nn.Parameter or weight.dtype not in (torch.float32, torch.float64):
-                raise ValueError(f"{VARIABLE}={FUSED} is for 32 and 64 bits, and there is a weight of {weight.dtype}")
+                raise ValueError(f"{ASKED} is for 32 and 64 bits, and there is a weight of {weight.dtype}")
             if weight.device.type != "cpu":
-                raise ValueError(f"{VARIABLE}={FUSED} is for CPUs, and there is a weight on {weight.device}; {WITHOUT}")
+                raise ValueError(f"{ASKED} is for CPUs, and there is a weight on {weight.device}; {WITHOUT}")
 
     @contextlib.contextmanager
     def kept_out(self, module: nn.Module) -> Iterator[None]:
@@ -200,10 +200,10 @@ class Fused:
         """Every rank gets the weights of the first, as torch's class does with all others. ``sums``: the lane of all
         other gradients, None for one rank. ``on_cpus``: the group's backend is one for CPUs."""
         if not on_cpus:
-            raise ValueError(f"{VARIABLE}={FUSED} is not for backend {dist.get_backend(group)!r}; {WITHOUT}")
+            raise ValueError(f"{ASKED} is not for backend {dist.get_backend(group)!r}; {WITHOUT}")
         others = [other for ref in _made if (other := ref())]
         if any(weight is one for other in others for one in other.weights for weight in self.weights):
-            raise ValueError(f"{VARIABLE}={FUSED}: a weight of this module is in a wrapper already; {WITHOUT}")
+            raise ValueError(f"{ASKED}: a weight of this module is in a wrapper already; {WITHOUT}")
         self.group, self.size = group, dist.get_world_size(group)
         if sums:  # they begin in the order of buckets, however these and the layers follow each other on a rank
             self.lane, self.sums = sums.beside(), sums
@@ -216,12 +216,12 @@ class Fused:
         if dist.get_rank(group) == 0:
             log.info(
                 f"DistributedDataParallel: the optimizer's step takes {len(self.names)} weights' gradients as factors "
-                f"({VARIABLE}={FUSED}); their .grad cannot be read"
+                f"({ASKED}); their .grad cannot be read"
             )
 
     def forward(self, uneven: bool, whole: bool) -> contextlib.AbstractContextManager[None]:
         if uneven:
-            raise ValueError(f"{VARIABLE}={FUSED} is not for join() of uneven inputs; {WITHOUT}")
+            raise ValueError(f"{ASKED} is not for join() of uneven inputs; {WITHOUT}")
         return self.recording.forward(whole)
 
     def _pays(self, i: int, rows: int) -> bool:
@@ -246,7 +246,7 @@ class Fused:
             return
         if closure or not optimizer_takes_factors(optimizer):
             raise ValueError(
-                f"{VARIABLE}={FUSED} is for torch.optim.SGD without closure and hooks; this one is "
+                f"{ASKED} is for torch.optim.SGD without closure and hooks; this one is "
                 f"{type(optimizer).__name__}; {WITHOUT}"
             )
         if self.early:
@@ -292,7 +292,7 @@ class Fused:
             return UNUSED
         if grad.taken:
             raise RuntimeError(
-                f"{VARIABLE}={FUSED}: optimizer.step() was called twice for one gradient of {grad.name!r}; {WITHOUT}"
+                f"{ASKED}: optimizer.step() was called twice for one gradient of {grad.name!r}; {WITHOUT}"
             )
         return WHOLE if grad.dense is not None else len(self.recording.sides(grad)[0])
 
@@ -310,11 +310,11 @@ class Fused:
         if self.lane:
             self.lane.packed = self.sums.packed = self.lane.slow(int(rates.min()))
         if bool((theirs != torch.tensor(marks)).any()):
-            raise RuntimeError(f"{VARIABLE}={FUSED}: the ranks' weights differ, as on unlike processors; {WITHOUT}")
+            raise RuntimeError(f"{ASKED}: the ranks' weights differ, as on unlike processors; {WITHOUT}")
         impure = [self.names[i] for i in range(len(own)) if bool((everyone[:, i] == IMPURE).any())]
         if impure:
             raise RuntimeError(
-                f"{VARIABLE}={FUSED}: {', '.join(impure)} got a gradient that is not its layer's alone (a penalty, "
+                f"{ASKED}: {', '.join(impure)} got a gradient that is not its layer's alone (a penalty, "
                 f"checkpointing, a hook, a call of the module itself, a second backward pass); {WITHOUT}"
             )
         most: list[int] = everyone.amax(0).tolist()
@@ -327,27 +327,25 @@ class Fused:
 
 def wanted(module: nn.Module, compiled: bool) -> Fused | None:
     """If the variable asks for it, and there is a weight that it is for. Raises ValueError where it cannot be had."""
-    asked = os.environ.get(VARIABLE, "")
+    asked = os.environ.get(OPTIMIZER, "")
     if asked not in ("", FUSED):
-        raise ValueError(f"{VARIABLE} is {FUSED!r} or not set, not {asked!r}")
+        raise ValueError(f"{OPTIMIZER} is {FUSED!r} or not set, not {asked!r}")
     if not asked or not dist.is_initialized():
         return None
     if compiled:
-        raise ValueError(f"{VARIABLE}={FUSED} is not for a compiled model; {WITHOUT}")
+        raise ValueError(f"{ASKED} is not for a compiled model; {WITHOUT}")
     made = Fused(module)
     if made.weights and len(made.weights) < len(made.recording.parameters):
         return made
     if dist.get_rank() == 0:
-        log.info(
-            f"DistributedDataParallel: {VARIABLE}={FUSED} has no effect: there is no weight that it is for, or no other"
-        )
+        log.info(f"DistributedDataParallel: {ASKED} has no effect: there is no weight that it is for, or no other")
     return None
 
 
 def refuse_hooks(made: Fused | None) -> None:
     """Communication hooks would see the other gradients alone."""
     if made:
-        raise ValueError(f"{VARIABLE}={FUSED} is not for communication hooks, nor for another group; {WITHOUT}")
+        raise ValueError(f"{ASKED} is not for communication hooks, nor for another group; {WITHOUT}")
 
 
 @cache

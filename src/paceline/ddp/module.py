@@ -123,10 +123,9 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
     def _message(self, module: nn.Module, factors: Factors) -> dict[str, Any]:
         cpu, large = self.device_type == "cpu", _num_bytes(self._module_parameters) >= hierarchical.MIN_BYTES
         on_linux = sys.platform == "linux"  # its memory files, and sockets without a name on disk
-        sums = cpu and not self._fused and not self._left_to_torch(module)
-        shares = cpu and large and on_linux and not self._left_to_torch(module)
-        fused_names = self._fused.names if self._fused else []
-        return handshake.message(list(factors.of.values()), fused_names, cpu=cpu, shares=shares, sums=sums)
+        own, names = cpu and not self._left_to_torch(module), self._fused.names if self._fused else []
+        may = {"cpu": cpu, "shares": own and large and on_linux, "sums": own and not self._fused}
+        return handshake.message(list(factors.of.values()), names, **may)
 
     def _left_to_torch(self, module: nn.Module) -> bool:
         return bool(self._why_torchs(module)) or _asked_for_torchs()
@@ -208,9 +207,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
         if not self._fused:
             return contextlib.nullcontext()
         if _compiling():
-            raise ValueError(
-                f"{import_hook.OPTIMIZER}={import_hook.FUSED} is not for a compiled model; {fused.WITHOUT}"
-            )
+            raise ValueError(f"{fused.ASKED} is not for a compiled model; {fused.WITHOUT}")
         return self._fused.forward(self._join_config.enable, whole=bool(self.require_backward_grad_sync))
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
@@ -227,9 +224,7 @@ class DistributedDataParallel(Base, metaclass=_InPlace):
 
     def __getstate__(self) -> Any:
         if self._fused:
-            raise ValueError(
-                f"{import_hook.OPTIMIZER}={import_hook.FUSED} is not for copies of a wrapper, but of its .module"
-            )
+            raise ValueError(f"{fused.ASKED} is not for copies of a wrapper, but of its .module")
         state = super().__getstate__()  # type: ignore[no-untyped-call]
         return {**state, "_sums": None, "_theirs": None, "_stopwatch": None, "_fused": None}
 

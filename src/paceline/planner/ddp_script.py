@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from paceline.ddp import import_hook
@@ -25,8 +24,9 @@ USES = re.compile(
 LAUNCHES = re.compile(r"\b(Trainer|Fabric|LightningCLI)\(")  # Lightning's, which starts processes
 SPAWNS = re.compile(r"\b(?:mp|multiprocessing)\.(?:spawn|start_processes)\(|\bnotebook_launcher\(")
 SGD = re.compile(r"\bSGD\b")
-UPDATING = "paceline's class, updates in the exchange"
-OURS = "join", "Pace", "launch"  # what a script calls that needs no wrapper
+TORCHS, OURS = "torch's class", "paceline's class"
+UPDATING = f"{OURS}, updates in the exchange"
+CALLS = "join", "Pace", "launch"  # what a script calls that needs no wrapper
 ITSELF = "DistributedDataParallel", "init_process_group"  # what a script calls that uses no library
 MOST_FILES = 200  # of a script and what it imports, that are looked at
 STEPS, LIMIT_S = 25, 600.0  # of `paceline.ddp.stopwatch`
@@ -107,7 +107,7 @@ def _joins(text: str) -> bool:
         for node in nodes
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).partition(".")[0] in ours
     }
-    return bool((imported | reached).intersection(OURS))
+    return bool((imported | reached).intersection(CALLS))
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def timings(
     library, or a script that starts its processes itself, has no such first row. One that names SGD is timed with the
     update in the exchange as well, as `paceline.join` does it."""
     own, found = starts_processes(command), list[Timing]()
-    classes = [("torch's class", {import_hook.VARIABLE: import_hook.TORCHS}), ("paceline's class", {})]
+    classes = [(TORCHS, {import_hook.VARIABLE: import_hook.TORCHS}), (OURS, {})]
     if any(map(SGD.search, _texts(command))):
         classes.append((UPDATING, {import_hook.OPTIMIZER: import_hook.FUSED}))
     if used(command) in ITSELF and not own:
@@ -191,20 +191,24 @@ def _timed(
 
 def report(found: Sequence[Timing], cores: int) -> list[str]:
     """Lines for people; what `join` would add is the last."""
-    lines, most = [one.words(found[0]) for one in found], ""
-    pairs = [
-        (one, other) for one, other in pairwise(found) if one.ranks == other.ranks > 1 and UPDATING not in other.name
-    ]
+    lines, gain = [one.words(found[0]) for one in found], ""
+    ways = {one.name: one for one in found if one.step_s}
+    pairs = [(one, ours) for one in found if (ours := ways.get(one.name.replace(TORCHS, OURS))) and one is not ours]
     for theirs, ours in pairs:
         where = f" with {ours.ranks} processes" if len(pairs) > 1 else ""
-        if theirs.step_s and ours.step_s:
+        if theirs.step_s:
             lines.append(f"paceline's class{where}: {theirs.step_s / ours.step_s:.2f}x torch's")
-        if ours.step_s and ours.alone_s:
-            most = f"at most {max(1.0, ours.step_s / ours.alone_s):.2f}x as fast{where}, as a step that sends nothing; "
+        # an update in the exchange computes less, and may be faster than a step that sends nothing
+        updating = ways.get(ours.name.replace(OURS, UPDATING), ours).step_s
+        least_s, why = min(
+            (updating, "updates in the exchange"), (ours.alone_s or updating, "a step that sends nothing")
+        )
+        if least_s < ours.step_s:
+            gain = f"up to {ours.step_s / least_s:.2f}x as fast{where}, as {why}; "
     if os.environ.get("OMP_NUM_THREADS") is None and len(found) > 1:
         lines.append(f"each process had its part of {cores} cores")
     lines.append(
-        f"paceline.join in place of the wrapper: {most}plans with other engines, one global batch for any number of "
+        f"paceline.join in place of the wrapper: {gain}plans with other engines, one global batch for any number of "
         "machines, training that survives lost nodes (docs/from-ddp.md)"
     )
     return lines

@@ -145,13 +145,13 @@ class Counted(EarlySums):
 def outcome(play):
     theirs = play(Theirs)
     fused.EarlySums, Counted.steps = Counted, []
-    os.environ[fused.VARIABLE] = fused.FUSED
+    os.environ[fused.OPTIMIZER] = fused.FUSED
     try:
         ours = play(Ours)
     except (RuntimeError, ValueError) as error:
         return {"refused": str(error)}
     finally:
-        del os.environ[fused.VARIABLE]
+        del os.environ[fused.OPTIMIZER]
     told = [None] * dist.get_world_size()
     dist.all_gather_object(told, [each.tolist() for each in ours.module.parameters()])
     found = {"gap": gap(ours, theirs), "bit-equal": told.count(told[0]) == len(told), "weights": len(ours._fused.names)}
