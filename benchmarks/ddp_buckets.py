@@ -87,7 +87,7 @@ def steps(options: argparse.Namespace, dist: Any) -> None:
 def sums(options: argparse.Namespace, dist: Any) -> None:
     import torch
 
-    from paceline.ddp import hierarchical
+    from paceline.ddp.sums import hierarchical
 
     store = dist.PrefixStore("sums", dist.distributed_c10d._get_default_store())
     nodes = [rank * 2 // options.ranks if options.rate else 0 for rank in range(options.ranks)]

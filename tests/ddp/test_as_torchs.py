@@ -19,8 +19,9 @@ from torch import nn
 
 from cluster import Cluster
 from machines import needs_cluster
-from paceline.ddp import exchange, handshake, lane
-from paceline.ddp.factors import Factors
+from paceline.ddp import handshake
+from paceline.ddp.sums import bucket_sums, lane
+from paceline.ddp.sums.factors import Factors
 from paceline.launch.local import free_port
 
 SCRIPTS = Path(__file__).parents[1] / "support" / "scripts"
@@ -283,7 +284,7 @@ class Alone:
     """Sums of one rank, whose headers are answered with what the others are to have said."""
 
     def __init__(self, others):
-        self.sums, self.others = object.__new__(exchange.BucketSums), others
+        self.sums, self.others = object.__new__(bucket_sums.BucketSums), others
         self.sums.factors = Factors(nn.Sequential(layer()), 2)
         self.sums._dropped, self.sums._products, self.sums.report_unlike = [], 0, lambda: None
         self.sums.lane = SimpleNamespace(rate=1000, slow=lambda rate: rate, gathered=self.gathered)
@@ -294,13 +295,13 @@ class Alone:
         return [own, own + torch.tensor([rows, 0, *rest])]
 
     def agreed(self, rows, trial):
-        part = exchange.Part(self.weight, self.weight.parameter, rows)
+        part = bucket_sums.Part(self.weight, self.weight.parameter, rows)
         return self.sums._agreed([part], trial), self.sums._dropped
 
 
 def tried(plain_us, factored_us, plain=3):
     """A bucket whose forms have been timed, before all ranks weigh them."""
-    return exchange.Trial({False: plain, True: 3}, {False: plain_us, True: factored_us}, plain=True)
+    return bucket_sums.Trial({False: plain, True: 3}, {False: plain_us, True: factored_us}, plain=True)
 
 
 ROWS = torch.zeros(3, 300), torch.zeros(3, 200)
@@ -311,19 +312,19 @@ ROWS = torch.zeros(3, 300), torch.zeros(3, 200)
     [
         ((0, 0, 0, 0), tried(900, 500), 3, False),
         ((2, 0, 0, 0), tried(900, 500), 5, False),
-        ((-4, 0, 0, 0), tried(900, 500), exchange.NOT_NOW, False),
-        ((-5, 0, 0, 0), tried(900, 500), exchange.NOT_NOW, True),
+        ((-4, 0, 0, 0), tried(900, 500), bucket_sums.NOT_NOW, False),
+        ((-5, 0, 0, 0), tried(900, 500), bucket_sums.NOT_NOW, True),
         ((0, 0, 400, 0), tried(900, 500), 3, True),
         ((0, 0, 0, 7), tried(900, 500), 3, True),
         ((0, 0, 0, 0), tried(500, 900), 3, True),
-        ((0, 0, 0, 0), exchange.Trial(failed=exchange.MAX_FAILED), 3, True),
-        ((10_000, 0, 0, 0), tried(900, 500), exchange.NOT_NOW, False),
+        ((0, 0, 0, 0), bucket_sums.Trial(failed=bucket_sums.MAX_FAILED), 3, True),
+        ((10_000, 0, 0, 0), tried(900, 500), bucket_sums.NOT_NOW, False),
     ],
     ids=["faster", "more rows there", "not whole there", "never whole there", "slower there", "other bits", "slower",
          "never tried", "too many rows there"],
 )  # fmt: skip
 def test_all_ranks_decide_by_what_all_have_said(others, trial, rows, dropped, monkeypatch):
-    monkeypatch.setattr(exchange.Trial, "next", lambda self: True)
+    monkeypatch.setattr(bucket_sums.Trial, "next", lambda self: True)
     got, gone = Alone(others).agreed(ROWS, trial)
     assert got == [rows]
     assert bool(gone) == dropped
@@ -335,7 +336,7 @@ def test_the_time_of_a_sum_in_shared_memory_is_measured_and_not_estimated_by_tha
     sums, weight = alone.sums, alone.weight
     sums.trials, sums._agreed, sums._multiply = {}, lambda parts, trial: [3], lambda chosen, divisor, size: 2.0
     sums.lane.shares = lambda buffer: shares
-    sums._sum(torch.zeros(4), [exchange.Part(weight, weight.parameter, ROWS)], [], 2, 0.0)
+    sums._sum(torch.zeros(4), [bucket_sums.Part(weight, weight.parameter, ROWS)], [], 2, 0.0)
     assert sums.trials[weight.name].estimate_us == (0 if shares else 2_000_000)
 
 
@@ -345,7 +346,7 @@ def weighed(trial):
 
 def test_factors_are_tried_first_and_the_whole_gradient_unless_it_would_clearly_take_longer():
     for estimate_us, tries_plain in ((0, True), (2_900_000, True), (3_100_000, False)):
-        trial = exchange.Trial()
+        trial = bucket_sums.Trial()
         for seconds in (9.0, 1.5, 1.0):
             assert trial.next()
             assert not weighed(trial)
@@ -358,7 +359,7 @@ def test_factors_are_tried_first_and_the_whole_gradient_unless_it_would_clearly_
 
 @pytest.mark.parametrize(("plain_s", "dropped"), [(0.9, True), (1.1, False)])
 def test_what_is_slower_for_the_slowest_is_dropped(plain_s, dropped):
-    trial = exchange.Trial({False: 0, True: 3}, {True: 1_000_000}, plain=True)
+    trial = bucket_sums.Trial({False: 0, True: 3}, {True: 1_000_000}, plain=True)
     for seconds in (2.5, plain_s, 2.0):
         assert not weighed(trial)
         assert not trial.next()
@@ -369,7 +370,7 @@ def test_what_is_slower_for_the_slowest_is_dropped(plain_s, dropped):
 
 
 def test_a_single_whole_gradient_that_clearly_takes_longer_is_the_last():
-    trial = exchange.Trial({False: 0, True: 3}, {True: 1_000_000}, plain=True)
+    trial = bucket_sums.Trial({False: 0, True: 3}, {True: 1_000_000}, plain=True)
     assert not weighed(trial)
     trial.note(False, 20.0)
     assert not weighed(trial)
@@ -405,13 +406,13 @@ def test_packing_begins_on_a_slow_network_and_ends_on_one_twice_as_fast():
 
 
 def test_the_time_of_a_whole_gradient_is_told_by_the_rate_of_the_factors():
-    sums = object.__new__(exchange.BucketSums)
+    sums = object.__new__(bucket_sums.BucketSums)
     sums.size, sums._products, sums.lane = 2, 0, alone()
     weight = taken(layer(), torch.randn(3, 200))[0]
 
-    for count, told in ((3, False), (exchange.ENOUGH_BYTES // 2000 + 1, True)):
+    for count, told in ((3, False), (bucket_sums.ENOUGH_BYTES // 2000 + 1, True)):
         rows = torch.randn(count, 300), torch.randn(count, 200)
-        part = exchange.Part(weight, torch.zeros(300, 200), rows)
+        part = bucket_sums.Part(weight, torch.zeros(300, 200), rows)
         seconds = sums._multiply([(part, count)], 2, 10 * count * 2000)
         assert (0.5 <= seconds < 2.0) if told else seconds == 0.0
         assert torch.allclose(part.gradient, rows[0].T @ rows[1], rtol=1e-3, atol=1e-3)

@@ -11,7 +11,8 @@ import torch
 from test_as_torchs import SCRIPTS, ranks
 from torch import nn
 
-from paceline.ddp import early, fused
+from paceline.ddp import fused
+from paceline.ddp.sums import early
 
 EXACT = 1e-12  # of sums in another order
 SERVED = (

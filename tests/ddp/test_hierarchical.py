@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.ddp import hierarchical
+from paceline.ddp.sums import hierarchical
 from paceline.engine.node import local_group
 from paceline.engine.node.local_group import LocalGroupError
 

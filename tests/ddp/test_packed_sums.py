@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.ddp import lane, packed_sums
-from paceline.ddp.packed_sums import PackedSums, Trial
+from paceline.ddp.sums import lane, packed_sums
+from paceline.ddp.sums.packed_sums import PackedSums, Trial
 
 PLAIN_PASSES, PACKED_PASSES = (2, 3, 4), (6, 7, 8)
 

@@ -1,7 +1,7 @@
 """SGD from factors: the gradient of a large fully-connected weight is never computed. By PACELINE_DDP_OPTIMIZER=fused.
 
     forward, backward    of each such layer: its input and the gradient of its output are kept, a row for each sample,
-                         and an all-gather of all ranks' rows begins (`paceline.ddp.early`)
+                         and an all-gather of all ranks' rows begins (`paceline.ddp.sums.early`)
     optimizer.step()     first: each rank adds the product of these rows to the momentum
     .grad                has the rows and no values. Cleared, it has none; to whoever reads it, an error
 
@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from paceline.ddp.early import WHOLE, EarlySums, Own
-from paceline.ddp.exchange import checksum
-from paceline.ddp.factors import saved_elsewhere
 from paceline.ddp.import_hook import FUSED, OPTIMIZER
-from paceline.ddp.lane import Lane
+from paceline.ddp.sums.bucket_sums import checksum
+from paceline.ddp.sums.early import WHOLE, EarlySums, Own
+from paceline.ddp.sums.factors import saved_elsewhere
+from paceline.ddp.sums.lane import Lane
 from paceline.engine.compute.batch import leaves
 from paceline.engine.compute.gradient_hooks import Backward, Call, Pass
 from paceline.engine.compute.optimizer_step import Factored, optimizer_takes_factors, step_factored

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from paceline.ddp.exchange import checksum
-from paceline.ddp.factors import Weight
+from paceline.ddp.sums.bucket_sums import checksum
+from paceline.ddp.sums.factors import Weight
 from paceline.link.net.keepalive import addresses
 
 WAIT = timedelta(seconds=60)  # ranks have just verified their parameters together

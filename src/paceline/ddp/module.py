@@ -1,10 +1,10 @@
 """A subclass of torch's DistributedDataParallel: the same results in fewer bytes, where layers allow it.
 
 Everything that torch's class does, it still does: buckets, buffers, unused parameters, `no_sync`, `join`, graphs. What
-is ours is how a bucket's gradients are summed over the ranks (`paceline.ddp.exchange`), and only where a model has
-fully-connected layers that pay; large sums of a machine's ranks are made in memory that they share; and between
-machines, where the network is slow, buckets are smaller and begin sooner. Any other model has torch's class to the last
-bit. A hook that a script registers takes our place.
+is ours is how a bucket's gradients are summed over the ranks (`paceline.ddp.sums`): as factors of fully-connected layers
+that pay; on one machine in memory that its ranks share; and between machines, where the network is slow, in buckets that
+are smaller and begin sooner, of two ranks also compressed. Any other model has torch's class to the last bit. A hook that
+a script registers takes our place.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import DistributedDataParallel as Base
 
-from paceline.ddp import exit_report, fused, handshake, hierarchical, import_hook, stopwatch
-from paceline.ddp.exchange import UNLIKE, BucketSums
-from paceline.ddp.factors import Factors
-from paceline.ddp.lane import Lane
+from paceline.ddp import exit_report, fused, handshake, import_hook, stopwatch
 from paceline.ddp.lost_ranks import watch
-from paceline.ddp.packed_sums import PackedSums
+from paceline.ddp.sums import hierarchical
+from paceline.ddp.sums.bucket_sums import UNLIKE, BucketSums
+from paceline.ddp.sums.factors import Factors
+from paceline.ddp.sums.lane import Lane
+from paceline.ddp.sums.packed_sums import PackedSums
 from paceline.report.log import log
 
 dist: Any = torch.distributed  # its stubs leave out what we use

@@ -21,8 +21,8 @@ from torch.nn.parallel.distributed import DistributedDataParallel as Theirs
 from under_ddp import Counted, buckets
 
 from paceline.ddp import module as ours_module
-from paceline.ddp import packed_sums
 from paceline.ddp.module import DistributedDataParallel as Ours
+from paceline.ddp.sums import packed_sums
 
 STEPS = 12  # the sixth to the tenth are packed on a slow network
 CASES = {

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from under_ddp import CASES, STEPS, Net, Ours, Theirs, as_on_a_slow_network, batches, gap, train
 
 from paceline.ddp import fused
-from paceline.ddp.early import EarlySums
+from paceline.ddp.sums.early import EarlySums
 
 SGD = {"nesterov": True, "momentum": 0.9, "weight_decay": 1e-3}
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.codec.encoding.packing import MIN_BYTES, fits, pack, unpack
-from paceline.ddp.lane import Lane
+from paceline.ddp.sums.lane import Lane
 from paceline.report.log import log
 
 PART_BYTES = 2 << 20

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.ddp.lane import Lane
+from paceline.ddp.sums.lane import Lane
 
 NOT_BEGUN, VALID, STALE = 0, 1, 2
 WHOLE = 1 << 40  # instead of a number of rows: more than pay

@@ -1,6 +1,6 @@
 """Collectives in a wrapper's own thread and connections, compressed without loss where the network is slower than that.
 
-    large     sums and gathers in memory that the ranks of a machine share (`paceline.ddp.hierarchical`)
+    large     sums and gathers in memory that the ranks of a machine share (`paceline.ddp.sums.hierarchical`)
     rate      of each large gather every rank knows the time per byte; what counts is the rank that waited least
     packed    set for all ranks alike, between two passes; on one machine never, where waits are those of its processors
 
@@ -27,7 +27,7 @@ import torch.distributed
 from torch import Tensor
 
 from paceline.codec.encoding.packing import MIN_BYTES, fits, pack, unpack
-from paceline.ddp import hierarchical
+from paceline.ddp.sums import hierarchical
 from paceline.exchange.flow.costs import SLOW_S
 
 dist: Any = torch.distributed  # its stubs leave out what we use

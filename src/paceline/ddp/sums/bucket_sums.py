@@ -7,8 +7,8 @@
 A bucket's first steps are timed with factors; then, unless its whole gradient would clearly take longer at the rate at
 which they came, as torch sums it. What is slower for the slowest rank is not done again; nor is what cannot be tried.
 All that decides is in the header, so that all ranks decide the same, and what is dropped is dropped between two passes.
-Sums run on a lane of their own (`paceline.ddp.lane`), in the order of buckets; those of buckets without factors only
-where it compresses them, or has memory that the ranks share.
+Sums run on a lane of their own (`paceline.ddp.sums.lane`), in the order of buckets; those of buckets without factors
+only where it compresses them, or has memory that the ranks share.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from paceline.ddp.factors import Factors, Weight
-from paceline.ddp.lane import Lane
-from paceline.ddp.packed_sums import PackedSums
+from paceline.ddp.sums.factors import Factors, Weight
+from paceline.ddp.sums.lane import Lane
+from paceline.ddp.sums.packed_sums import PackedSums
 from paceline.report.log import log
 
 if TYPE_CHECKING:
