@@ -1,10 +1,10 @@
 """A subclass of torch's DistributedDataParallel: the same results in fewer bytes, where layers allow it.
 
 Everything that torch's class does, it still does: buckets, buffers, unused parameters, `no_sync`, `join`, graphs. What
-is ours is how a bucket's gradients are summed over the ranks (`paceline.ddp.sums`): as factors of fully-connected layers
-that pay; on one machine in memory that its ranks share; and between machines, where the network is slow, in buckets that
-are smaller and begin sooner, of two ranks also compressed. Any other model has torch's class to the last bit. A hook that
-a script registers takes our place.
+is ours is how a bucket's gradients are summed over the ranks (`paceline.ddp.sums`): as factors of fully-connected
+layers that pay; on one machine in memory that its ranks share; and between machines, where the network is slow, in
+buckets that are smaller and begin sooner, of two ranks also compressed. Any other model has torch's class to the last
+bit. A hook that a script registers takes our place.
 """
 
 from __future__ import annotations
