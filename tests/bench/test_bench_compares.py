@@ -13,7 +13,7 @@ from paceline_bench.result import Finding
 from paceline_bench.single import one_machine
 from paceline_bench.single.decode import decode
 from paceline_bench.single.paired import Contender, PairedRun, Spread, Turn, fight
-from paceline_bench.single.plan_search import Searched
+from paceline_bench.single.plan_search import Searched, Step, relative, seconds
 
 
 def test_equal_rounds_have_no_spread():
@@ -76,22 +76,32 @@ def test_unknown_task_is_said_before_any_runs():
         next(iter(one_machine.run(["nothing"], 1, print)))
 
 
+def steps(seconds: list[float], baseline_s: float = 2.0) -> list[Step]:
+    return [Step(each, baseline_s) for each in seconds]
+
+
 def test_search_compares_medians():
+    predicted = {"sequential": [2.0], "threads:2": [1.1, 1.1, 9.0], "processes:2": [0.9], "replicas:2": []}
+    measured = {
+        "sequential": [2.0, 2.0, 9.0],
+        "threads:2": [1.0, 1.0, 1.0],
+        "processes:2": [0.8] * 3,
+        "replicas:2": [1.7],
+    }
+    chosen = (("threads:2", 40.0), ("threads:2", 50.0))
     one = Searched(
-        "m",
-        8,
-        (("threads:2", 40.0), ("threads:2", 50.0)),
-        {"sequential": [2.0], "threads:2": [1.1, 1.1, 9.0], "processes:2": [0.9], "replicas:2": []},
-        {
-            "sequential": [2.0, 2.0, 9.0],
-            "threads:2": [1.0, 1.0, 1.0],
-            "processes:2": [0.8, 0.8, 0.8],
-            "replicas:2": [1.7],
-        },
+        "m", 8, chosen, *({row: steps(each) for row, each in some.items()} for some in (predicted, measured))
     )
-    assert one.errors == pytest.approx({"sequential": 0.0, "threads:2": 0.1, "processes:2": 0.125})
+    for of in (seconds, relative):
+        assert one.errors(of) == pytest.approx({"sequential": 0.0, "threads:2": 0.1, "processes:2": 0.125})
     assert one.best == "processes:2"
     assert "threads:2, chosen 2 times" in one.table()
+
+
+def test_a_slow_machine_is_no_error_of_a_prediction_relative_to_the_baseline():
+    one = Searched("m", 8, (), {"threads:2": steps([1.0])}, {"threads:2": steps([1.3], baseline_s=2.6)})
+    assert one.errors(seconds)["threads:2"] == pytest.approx(1 / 1.3 - 1)
+    assert one.errors(relative)["threads:2"] == pytest.approx(0.0)
 
 
 def test_decode_races_all_three():

@@ -2,8 +2,9 @@
 
 `plan` starts anew several times, within its default budget. Then every exact candidate is timed in fresh processes,
 round by round. The medians of a row's predictions, by the starts that did not run it, and of its measurements are
-compared. Each row that was chosen meets the fastest of all in a duel: the fastest of several noisy medians is partly
-luck, which a duel takes away.
+compared, in seconds, and relative to the baseline: a plan has a baseline of its own, and the search times one before
+and after every row, so that a machine that is slower at another hour is no error of a prediction. Each row that was
+chosen meets the fastest of all in a duel: the fastest of several noisy medians is partly luck, which a duel takes away.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from pathlib import Path
 from paceline.planner import planner
 from paceline.planner.candidates import allowed
 from paceline.planner.measure.trial import measure
+from paceline.registry import BASELINE
 from paceline_bench.result import Finding, Show
 from paceline_bench.single import job
 from paceline_bench.single.paired import Contender, Spread, fight
@@ -35,45 +37,66 @@ DUEL_ROUNDS, DUEL_STEPS = 3, {"mlp": (20, 200)}  # else 6 turns of one step
 
 
 @dataclass(frozen=True)
+class Step:
+    """*Units*: seconds per step of a row, and of the baseline at that time."""
+
+    seconds: float
+    baseline_s: float
+
+
+Measure = Callable[[Step], float]
+
+
+@dataclass(frozen=True)
 class Searched:
-    """*Units*: seconds per step, measured in each round, predicted by each start that did not run the row. ``chosen``:
-    by each start, and how long it took, in seconds. ``behind``: the seconds of each row that was chosen over the
-    best's."""
+    """``chosen``: by each start, and how long it took, in seconds. ``predicted``: by each start that did not run a row;
+    ``measured``: in each round. ``behind``: the seconds of each row that was chosen over the best's."""
 
     model: str
     batch: int
     chosen: tuple[tuple[str, float], ...]
-    predicted: dict[str, list[float]]
-    measured: dict[str, list[float]]
+    predicted: dict[str, list[Step]]
+    measured: dict[str, list[Step]]
     behind: dict[str, Spread] = field(default_factory=dict)
 
-    def step_s(self, row: str) -> float:
-        return statistics.median(self.measured[row])
-
-    @property
-    def errors(self) -> dict[str, float]:
+    def errors(self, of: Measure) -> dict[str, float]:
         return {
-            row: statistics.median(said) / self.step_s(row) - 1
+            row: _median(said, of) / _median(self.measured[row], of) - 1
             for row, said in self.predicted.items()
             if said and row in self.measured
         }
 
     @property
     def best(self) -> str:
-        return min(self.measured, key=self.step_s)
+        return min(self.measured, key=lambda row: _median(self.measured[row], relative))
 
     def table(self) -> str:
         lines = [
-            "| row | predicted s, where a start did not run it | measured s | error |",
-            "|---|---|---|---|",
+            "| row | predicted s, if not run | measured s | error | of the baseline | measured | error |",
+            "|---|---|---|---|---|---|---|",
         ]
         for row, each in self.measured.items():
-            said, error = self.predicted.get(row, []), self.errors.get(row)
             times = [row for row, _ in self.chosen].count(row)
-            mark = f", chosen {times} times" if times else ""
-            words = " | ".join(" ".join(f"{one:.4f}" for one in some) or "-" for some in (said, each))
-            lines.append(f"| {row}{mark} | {words} | {'-' if error is None else f'{error:+.1%}'} |")
+            columns = [f"{row}, chosen {times} times" if times else row]
+            for of, digits in ((seconds, 4), (relative, 3)):
+                for some in (self.predicted.get(row, []), each):
+                    columns.append(" ".join(f"{of(one):.{digits}f}" for one in some) or "-")
+                error = self.errors(of).get(row)
+                columns.append("-" if error is None else f"{error:+.1%}")
+            lines.append(f"| {' | '.join(columns)} |")
         return "\n".join(lines)
+
+
+def seconds(step: Step) -> float:
+    return step.seconds
+
+
+def relative(step: Step) -> float:
+    return step.seconds / step.baseline_s
+
+
+def _median(steps: Sequence[Step], of: Measure) -> float:
+    return statistics.median(map(of, steps))
 
 
 def search(rounds: int, show: Show, jobs: tuple[tuple[str, int], ...] = JOBS) -> Iterator[Finding]:
@@ -90,19 +113,19 @@ def search(rounds: int, show: Show, jobs: tuple[tuple[str, int], ...] = JOBS) ->
     near = [one.behind[row].median <= BEHIND for one in found for row, _ in one.chosen]
     figure, demanded = f"{sum(near)} of {len(near)}", f">= {ENOUGH:.0%}"
     yield Finding("search", "starts within 5 % of the best", figure, demanded, sum(near) >= ENOUGH * len(near))
-    errors = sorted(abs(error) for one in found for error in one.errors.values())
-    if not errors:
-        return
-    middle, most = statistics.median(errors), errors[min(len(errors) - 1, int(0.9 * len(errors)))]
-    what = f"predicted against measured, {len(errors)} rows of {len(found)} models that were not run"
-    yield Finding("search", f"{what}: median error", f"{middle:.1%}", f"<= {MEDIAN:.0%}", middle <= MEDIAN)
-    yield Finding("search", f"{what}: 90th percentile", f"{most:.1%}", f"<= {P90:.0%}", most <= P90)
+    for of, unit in ((seconds, "in seconds"), (relative, "relative to the baseline")):
+        errors = sorted(abs(error) for one in found for error in one.errors(of).values())
+        if not errors:
+            return
+        middle, most = statistics.median(errors), errors[min(len(errors) - 1, int(0.9 * len(errors)))]
+        what = f"predicted against measured, {unit}, {len(errors)} rows of {len(found)} models that were not run"
+        yield Finding("search", f"{what}: median error", f"{middle:.1%}", f"<= {MEDIAN:.0%}", middle <= MEDIAN)
+        yield Finding("search", f"{what}: 90th percentile", f"{most:.1%}", f"<= {P90:.0%}", most <= P90)
 
 
 def searched(model: str, batch: int, rounds: int, show: Show) -> Searched:
     command, starts = [str(Path(job.__file__)), model, str(batch)], list[tuple[str, float]]()
-    predicted: dict[str, list[float]] = {}
-    measured: dict[str, list[float]] = {}
+    predicted: dict[str, list[Step]] = {}
     for _ in range(STARTS):
         begin = time.perf_counter()
         with _without_shelf():
@@ -110,21 +133,31 @@ def searched(model: str, batch: int, rounds: int, show: Show) -> Searched:
         starts.append((made.chosen, time.perf_counter() - begin))
         for row in made.rows:
             predicted.setdefault(row.engine, [])
-            if row.measured_s is None and row.predicted_s:
-                predicted[row.engine].append(row.predicted_s)
+            if row.measured_s is None and row.predicted_s and row.speedup:
+                predicted[row.engine].append(Step(row.predicted_s, row.predicted_s * row.speedup))
     rows = [row for row in predicted if allowed(row, "exact")]
-    for i in range(rounds):
-        random.Random(i).shuffle(rows)
-        for name in rows:
-            show(f"{model} b{batch}, round {i + 1} of {rounds}: {name}")
-            trial = measure(command, name, timed_s=TIMED_S)
-            if not trial.error:
-                measured.setdefault(name, []).append(trial.step_s)
+    measured = _exhausted(command, rows, rounds, lambda doing: show(f"{model} b{batch}, {doing}"))
     if missing := [row for row, _ in starts if row not in measured]:
         raise ValueError(f"{model} b{batch}: the row that was chosen, {missing[0]}, did not run again")
     ran = {row: measured[row] for row in predicted if row in measured}
     found = Searched(model, batch, tuple(starts), predicted, ran)
     return replace(found, behind={row: _behind(found, row, show) for row, _ in starts})
+
+
+def _exhausted(command: Sequence[str], rows: list[str], rounds: int, show: Show) -> dict[str, list[Step]]:
+    """Each row in new processes, in random order, the baseline before and after it."""
+    measured: dict[str, list[Step]] = {}
+    for i in range(rounds):
+        random.Random(i).shuffle(rows)
+        before_s = measure(command, BASELINE, timed_s=TIMED_S).step_s
+        for name in rows:
+            show(f"round {i + 1} of {rounds}: {name}")
+            trial = measure(command, name, timed_s=TIMED_S)
+            after_s = measure(command, BASELINE, timed_s=TIMED_S).step_s
+            if not trial.error:
+                measured.setdefault(name, []).append(Step(trial.step_s, (before_s + after_s) / 2))
+            before_s = after_s
+    return measured
 
 
 def _behind(found: Searched, row: str, show: Show) -> Spread:
