@@ -291,7 +291,7 @@ class _Profiler:
     def _together(self, copies: ForkedCopies, settings: Sequence[Setting]) -> None:
         """Times settings of several copies: each pass starts on all copies at once, and the slowest copy counts."""
         for one in settings:
-            if self.spent > (STAGES_SPENT if one.stages > 1 and not one.words else 0.6):
+            if self.spent > (STAGES_SPENT if one.stages > 1 else 0.6):
                 continue
             copies.request(one.copies, "record", setting=vars(one))
             taken = passes(lambda one=one: copies.request(one.copies, "time"), self.budget_s / 12)  # type: ignore[misc]
