@@ -100,7 +100,7 @@ def _median(steps: Sequence[Step], of: Measure) -> float:
 
 
 def search(rounds: int, show: Show, jobs: tuple[tuple[str, int], ...] = JOBS) -> Iterator[Finding]:
-    """Raises ValueError where nothing of a job runs."""
+    """Raises ValueError where the baseline of a job, or what was chosen, does not run."""
     found = []
     for model, batch in jobs:
         one = searched(model, batch, min(rounds, MAX_ROUNDS), show)
@@ -149,15 +149,22 @@ def _exhausted(command: Sequence[str], rows: list[str], rounds: int, show: Show)
     measured: dict[str, list[Step]] = {}
     for i in range(rounds):
         random.Random(i).shuffle(rows)
-        before_s = measure(command, BASELINE, timed_s=TIMED_S).step_s
+        before_s = _baseline_s(command)
         for name in rows:
             show(f"round {i + 1} of {rounds}: {name}")
             trial = measure(command, name, timed_s=TIMED_S)
-            after_s = measure(command, BASELINE, timed_s=TIMED_S).step_s
+            after_s = _baseline_s(command)
             if not trial.error:
                 measured.setdefault(name, []).append(Step(trial.step_s, (before_s + after_s) / 2))
             before_s = after_s
     return measured
+
+
+def _baseline_s(command: Sequence[str]) -> float:
+    trial = measure(command, BASELINE, timed_s=TIMED_S)
+    if trial.error:
+        raise ValueError(f"{' '.join(command[1:])}: the baseline did not run beside the others: {trial.error}")
+    return trial.step_s
 
 
 def _behind(found: Searched, row: str, show: Show) -> Spread:
