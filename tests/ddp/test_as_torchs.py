@@ -135,7 +135,7 @@ def test_where_a_rank_comes_too_late_no_rank_takes_its_message(late_s, monkeypat
 
 
 @needs_cluster
-@pytest.mark.parametrize("slow", [True, False])
+@pytest.mark.parametrize("slow", [True, pytest.param(False, marks=pytest.mark.dear)])
 def test_on_a_slow_network_buckets_are_small_and_the_bits_are_torchs(slow, tmp_path):
     command = [sys.executable, SCRIPTS / "distant_ddp.py", tmp_path, "0" if slow else "60"]
     with Cluster(2) as cluster:
@@ -151,6 +151,7 @@ def test_on_a_slow_network_buckets_are_small_and_the_bits_are_torchs(slow, tmp_p
         assert bool(one["packed"]) == (slow and case not in ("hook", "joined, mean of those left")), case
 
 
+@pytest.mark.dear
 @needs_cluster
 def test_of_machines_with_several_ranks_each_sums_in_its_memory_first(tmp_path):
     """Two and one: what passes between machines is the sum of one. The order of additions is another than torch's."""

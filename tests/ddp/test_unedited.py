@@ -188,7 +188,10 @@ ENDLESS = SCRIPT.replace("range(3)", "range(10**9)").replace(
 SHARED = ENDLESS.replace("400", "4000").replace("torch.randn(8", "torch.randn(999")  # more rows than pay
 
 
-@pytest.mark.parametrize("text", [ENDLESS, SHARED], ids=["factors", "in shared memory"])
+@pytest.mark.parametrize(
+    "text",
+    [pytest.param(ENDLESS, marks=pytest.mark.dear, id="factors"), pytest.param(SHARED, id="in shared memory")],
+)
 def test_a_killed_rank_ends_the_others_within_ten_seconds_by_name(text, tmp_path):
     (tmp_path / "endless.py").write_text(text)
     given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}

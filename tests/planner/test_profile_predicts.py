@@ -251,6 +251,7 @@ class Twice(nn.Module):
         return self.head(self.block(self.twice(self.twice(self.first(x)))))
 
 
+@pytest.mark.dear
 def test_no_row_is_of_more_stages_than_the_model_has():
     machine = Machine(cores=4, physical_cores=4, memory_bytes=1 << 40)
     job = examined(Twice(), (torch.randn(16, 4), torch.arange(16) % 3))

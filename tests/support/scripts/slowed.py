@@ -17,7 +17,7 @@ from paceline.report import host_health
 
 host_health.EVERY_S = 1.0
 ROW_S = 0.004
-LATE_S = 0.012
+LATE_S = 0.04  # data is late even where another program takes the core
 
 
 class Samples:
