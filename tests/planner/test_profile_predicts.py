@@ -231,6 +231,22 @@ def test_a_micro_batch_is_timed_with_options_even_where_the_budget_is_nearly_spe
     assert set(examination.layers_s) == set(map(str, stages))
 
 
+@pytest.mark.parametrize("level", ["exact", "rounded"])
+def test_what_may_only_be_shown_is_timed_after_what_may_be_chosen(level, monkeypatch):
+    """Story: bf16 alone spent the time in which two copies with channels_last would have been timed, and these were
+    predicted a third too fast."""
+    some = dataclasses.replace(survey(), cores=2, flags=tuple(BF16_FLAGS))
+    monkeypatch.setattr(profiler, "survey", lambda: some)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 3))
+    job = examined(model, (torch.randn(16, 3, 8, 8), torch.arange(16) % 3))
+    order = [Setting.parse(key) for key in _Profiler(job, 2, level, 60.0).profile(0.0).layers_s]
+    copies = [place for place, one in enumerate(order) if one.copies == 2 and one.words == ("channels_last",)]
+    half = [place for place, one in enumerate(order) if one.copies == 1 and "bf16" in one.words]
+    assert copies
+    assert half
+    assert (min(half) > max(copies)) == (level == "exact")
+
+
 def test_a_model_that_calls_no_module_is_profiled():
     model = nn.Sequential(nn.Linear(4, 3))
     job = examined(model, (torch.randn(16, 4), torch.arange(16) % 3))

@@ -29,6 +29,7 @@ from paceline.planner import plan_cache
 from paceline.planner.candidates import (
     RUNTIME_BYTES,
     JobFacts,
+    allowed,
     candidates,
     fits_timed,
     fitting_rows,
@@ -49,6 +50,7 @@ from paceline.planner.measure.layers import (
 from paceline.planner.measure.micro_batch import MicroBatchTimer
 from paceline.planner.measure.profile import Profile, Setting
 from paceline.planner.measure.update_timing import Updates, passes
+from paceline.registry import BASELINE
 from paceline.report.log import log
 from paceline.report.record import write_whole
 
@@ -178,8 +180,11 @@ class _Profiler:
         whole_s, base = self._base(
             settings[0].factors, fitting_rows(facts, machine), {one.stages for one in settings if one.stages > 1}
         )
-        for words in dict.fromkeys(one.words for one in settings if one.words):
-            self._alone(replace(base, words=words))  # the ratio of options, if no other setting with them is timed
+        # the ratio of options, if no other setting with them is timed; last of those that may only be shown
+        options = dict.fromkeys(replace(base, words=one.words) for one in settings if one.words)
+        shown = [one for one in options if not allowed("+".join((BASELINE, *one.words)), self.level)]
+        for one in [one for one in options if one not in shown]:
+            self._alone(one)
         copy_per_s = message_s = 0.0
         try:
             if copies.pids:
@@ -195,6 +200,8 @@ class _Profiler:
             log.warning(f"copies not timed: {error}")
         finally:
             copies.close()
+        for one in shown:
+            self._alone(one)
         for one in settings:
             scaled = one.threads == 1 and not one.words  # `cost_model` scales the base setting to it
             if one.copies == 1 and not scaled and self.spent < 1:
