@@ -182,9 +182,9 @@ class _Profiler:
         )
         # the ratio of options, if no other setting with them is timed; last of those that may only be shown
         options = dict.fromkeys(replace(base, words=one.words) for one in settings if one.words)
-        shown = [one for one in options if not allowed("+".join((BASELINE, *one.words)), self.level)]
-        for one in [one for one in options if one not in shown]:
-            self._alone(one)
+        for one in options:
+            if allowed("+".join((BASELINE, *one.words)), self.level):
+                self._alone(one)
         copy_per_s = message_s = 0.0
         try:
             if copies.pids:
@@ -200,7 +200,7 @@ class _Profiler:
             log.warning(f"copies not timed: {error}")
         finally:
             copies.close()
-        for one in shown:
+        for one in options:
             self._alone(one)
         for one in settings:
             scaled = one.threads == 1 and not one.words  # `cost_model` scales the base setting to it
