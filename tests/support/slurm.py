@@ -81,7 +81,8 @@ class Slurm:
         for folder in ("state", *self.nodes):
             (self.folder / folder).mkdir()
         (self.folder / "slurm.conf").write_text(
-            f"ClusterName=test\nSlurmctldHost={name}(127.0.0.1)\nSlurmctldPort={ports[0]}\nSlurmUser=root\n"
+            # jobs meet at a port that their number says: that of another cluster here is another
+            f"FirstJobId={ports[0]}\nClusterName=test\nSlurmctldHost={name}(127.0.0.1)\nSlurmctldPort={ports[0]}\nSlurmUser=root\n"
             f"AuthType=auth/munge\nAuthInfo=socket={self.folder}/munge.socket\nCredType=cred/munge\n"
             f"StateSaveLocation={self.folder}/state\nSlurmdSpoolDir={self.folder}/%n\n"
             f"SlurmctldPidFile={self.folder}/ctld.pid\nSlurmdPidFile={self.folder}/%n.pid\n"
