@@ -32,6 +32,33 @@ with paceline.join(model, optimizer, cross_entropy, batch_size=8, shares="equal"
 """
 
 
+OWN = """
+import os, time, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(1)
+model = DistributedDataParallel(torch.nn.Linear(4, 2).double())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+done = 0
+if os.path.exists("own.pt"):
+    done, weights = torch.load("own.pt")
+    model.load_state_dict(weights)
+dist.barrier()
+for step in range(done, 40):
+    torch.manual_seed(1000 * step + dist.get_rank())
+    optimizer.zero_grad()
+    model(torch.randn(8, 4).double()).square().mean().backward()
+    optimizer.step()
+    if dist.get_rank() == 0:
+        torch.save((step + 1, model.state_dict()), "new.pt")
+        os.replace("new.pt", "own.pt")
+        print("step", step, type(model).__module__, flush=True)
+    time.sleep(0.1)
+"""
+
+
 def test_the_script_is_as_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = BatchJob(["a b.py", "--x", "y z"], 4, "processes:8", 2, "8:00:00", "gpu", Path("my runs"))
@@ -54,6 +81,8 @@ def test_the_script_is_as_asked_for(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=why):
             BatchJob(["train.py"], **wrong)
     assert BatchJob(["train.py"], plan="threads:4").tasks == 1
+    for more, most in (({}, 20), ({"restarts": 3}, 3), ({"module": "m"}, 0), ({"module": "m", "restarts": 3}, 3)):
+        assert f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {most} ]' in BatchJob(["train.py"], **more).text()
 
 
 def by(cluster, *words, cwd=None):
@@ -98,6 +127,41 @@ def test_a_job_that_is_stopped_is_queued_again_and_ends_as_if_it_had_not_been(tm
     assert any(event["event"] == "restore" for event in record.read(tmp_path / "stopped"))
     assert [event["step"] for event in steps(tmp_path / "stopped")] == list(range(48))
     assert all(torch.equal(value, stopped[key]) for key, value in whole.items())
+
+
+@pytest.mark.dear
+@needs(slurm=slurm.unavailable())
+def test_a_script_that_saves_by_itself_is_queued_again_as_often_as_is_asked_for(tmp_path):
+    (tmp_path / "ddp.py").write_text(OWN)
+    out = tmp_path / "own"
+    with slurm.Slurm() as cluster:
+        words = ["sbatch", "-N", "2", "--out", "own", "--time", "10", "--restarts", "1", "ddp.py"]
+        by(cluster, sys.executable, "-m", "paceline", *words, cwd=tmp_path)
+        job = by(cluster, "sbatch", "--parsable", "ddp.sbatch", cwd=tmp_path).strip()
+        until(lambda: out.exists() and len(computed(out)) > 5)
+        by(cluster, "scancel", "--signal=TERM", job)
+        until(lambda: "Restarts=1" in state(cluster, job))
+        until(lambda: ended(cluster, job), 120)
+    assert sorted(set(computed(out))) == list(range(40))
+    assert len(computed(out)) <= 41  # one may have been computed and not saved
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(40):
+        optimizer.zero_grad()
+        for rank in range(2):
+            torch.manual_seed(1000 * step + rank)
+            (model(torch.randn(8, 4).double()).square().mean() / 2).backward()
+        optimizer.step()
+    _, weights = torch.load(tmp_path / "own.pt", weights_only=True)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(weights[f"module.{name}"], value, rtol=1e-12, atol=0)
+
+
+def computed(out):
+    """The steps of all starts, of our class."""
+    lines = [line.split() for path in out.glob("slurm-*.out") for line in path.read_text().splitlines()]
+    return [int(words[1]) for words in lines if words[:1] == ["step"] and words[2].startswith("paceline")]
 
 
 def steps(folder):

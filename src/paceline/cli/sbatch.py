@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli import prepare
-from paceline.launch.batch_script import BatchJob, write
+from paceline.launch.batch_script import MAX_RESTARTS, BatchJob, write
 from paceline.planner import ddp_script
 from paceline.registry import PROCESSES
 
@@ -26,7 +26,14 @@ def sbatch(
     time: Annotated[str, typer.Option(help="The job's time limit, as 8:00:00; default: the partition's.")] = "",
     partition: Annotated[str, typer.Option(help="Default: the cluster's.")] = "",
     out: Annotated[Path | None, typer.Option(help="The run's folder; default: runs/ and the script's name.")] = None,
-    restarts: Annotated[int, typer.Option(help="How often the job is queued again after its time limit.")] = 20,
+    restarts: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help=f"How often the job is queued again after its time limit; default: {MAX_RESTARTS}, and 0 for a script "
+            f"of DistributedDataParallel, which resumes by itself, if it does.",
+        ),
+    ] = None,
     into: Annotated[Path | None, typer.Option("--write", help="Default: the script's name and .sbatch.")] = None,
 ) -> None:
     """Writes a batch script for Slurm. At its time limit, and after a lost node, the job is queued again and resumes.

@@ -4,6 +4,9 @@ time limit      Slurm sends SIGTERM to all tasks NOTICE_S before it; the step is
                 job is queued again
 a lost node     Slurm queues the job again by itself, as the script permits (--requeue)
 afterwards      the job resumes from its newest checkpoint
+
+A script of DistributedDataParallel resumes by itself, if it does: nobody can see that, so after its time limit it is
+queued again only as often as is asked for.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pathlib import Path
 from paceline.launch.signals import RESUME_CODE
 from paceline.registry import head, says
 
+MAX_RESTARTS = 20
 NOTICE_S = 120  # for the last step and the checkpoint
 TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d(:\d\d)?)?")  # as Slurm reads it
 MARK = "# Written by `paceline sbatch`"
@@ -36,10 +40,9 @@ if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then export PACELINE_RESUME=1; fi
 
 srun --cpus-per-task={cpus} {python} {module}{command}
 code=$?
-# {stopped}: stopped before the time limit; {resume}: too few nodes are left. In both cases all is saved
+# {stopped}: stopped before the time limit; {resume}: too few nodes are left. {saved}
 if [ $code -eq {stopped} ] || [ $code -eq {resume} ]; then
-    checkpoints=$(ls -d {out}/checkpoint-* 2> /dev/null)
-    if [ -n "$checkpoints" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
+    if {resumes}[ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
         scontrol requeue "$SLURM_JOB_ID"
     fi
 fi
@@ -59,8 +62,8 @@ class BatchJob:
     time: str = ""
     partition: str = ""
     out: Path = Path("runs")
-    restarts: int = 20
-    module: str = ""  # that runs the script
+    restarts: int | None = None  # None: of a script that saves by itself none, else MAX_RESTARTS
+    module: str = ""  # that runs a script of DistributedDataParallel, which saves by itself, if it does
 
     def __post_init__(self) -> None:
         for name in ("nodes", "cpus"):
@@ -88,19 +91,23 @@ class BatchJob:
             "open-mode": "append",
             "output": self.out / "slurm-%j.out",
         }
+        out = shlex.quote(str(self.out))
+        most = self.restarts if self.restarts is not None else 0 if self.module else MAX_RESTARTS
         return TEMPLATE.format(
             settings="\n".join(
                 f"#SBATCH --{key}={shlex.quote(str(value))}" for key, value in settings.items() if value
             ),
             mark=MARK,
             folder=shlex.quote(str(Path.cwd())),
-            out=shlex.quote(str(self.out)),
+            out=out,
             engine=f"export PACELINE_ENGINE={shlex.quote(self.plan)}\n" if self.plan else "",
             python=shlex.quote(sys.executable),
             cpus=self.cpus,
             module=f"-m {self.module} " if self.module else "",
             command=shlex.join(self.command),
-            restarts=self.restarts,
+            saved="The script resumes as it is written to" if self.module else "In both cases all is saved",
+            resumes="" if self.module else f"ls -d {out}/checkpoint-* > /dev/null 2>&1 && ",
+            restarts=most,
             stopped=128 + signal.SIGTERM,
             resume=RESUME_CODE,
         )
