@@ -1,6 +1,7 @@
 """Where a pipeline is cut: as named, as the model's own, or as one step has shown; what cannot be cut is told."""
 
 import re
+import time
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from device import of_cpus
 from nodes import HIDDEN, IN, OUT, build
 from paceline.engine import pipeline, sequential
-from paceline.engine.checks.forward_times import ForwardTimes, even_cuts, typical
+from paceline.engine.checks.pass_times import PassTimes, even_cuts, typical
 from paceline.registry import find
 
 pytestmark = of_cpus
@@ -36,7 +37,7 @@ def test_the_cut_is_the_models_own_or_is_found_and_said():
         train(lambda: pipeline.Engine(2, 4, cut="preset"), plain)
     made = pipeline.Engine(2, 4)
     train(lambda: made, plain)
-    told = r"is cut before '(\w+)', where its forward pass is divided into \d+ %, \d+ %, and its weights into (\d+) %"
+    told = r"is cut before '(\w+)', where its passes are divided into \d+ %, \d+ %, and its weights into (\d+) %"
     found = re.search(told, made.hint)
     layers = list(model.children())
     first = layers[: [name for name, _ in model.named_children()].index(found[1])]
@@ -108,13 +109,43 @@ def test_cuts_divide_a_pass_evenly_and_leave_each_stage_a_place():
 
 
 def test_one_slow_pass_does_not_move_the_cut():
-    def seen(*begins):
-        times = ForwardTimes()
-        times.begins = {name: [begin] for name, begin in zip("abc", begins, strict=True)}
-        times.layers, times.span = {"a": 0, "b": 1, "c": 2}, (0.0, 1.0)
-        return times
-
-    passes = [seen(0.0, 0.9, 0.95), seen(0.0, 0.5, 0.8), seen(0.0, 0.05, 0.5), seen(0.0, 0.49, 0.81)]
+    passes = [{"b": 0.9, "c": 0.95}, {"b": 0.5, "c": 0.8}, {"b": 0.05, "c": 0.5}, {"b": 0.49, "c": 0.81}]
     assert typical(passes) == {"b": 0.49, "c": 0.8}
-    passes[2].begins["c"].append(0.9)  # called twice
+    del passes[2]["c"]  # called twice
     assert typical(passes) == {"b": 0.49}
+
+
+def test_the_part_before_a_place_is_that_of_both_passes():
+    times = PassTimes()
+    times.begins = {"a": [10.0], "b": [11.0], "c": [12.0]}
+    times.layers, times.span = {"a": 0, "b": 1, "c": 2}, (10.0, 13.0)
+    assert times.places() == {"b": 1 / 3, "c": 2 / 3}
+    times.known = {"c": 14.0, "b": 19.0}  # the last part's backward takes 1 s, the second's 5, the first's 1
+    assert times.places(20.0) == {"b": 0.2, "c": 0.8}
+    del times.known["b"]  # the first part is frozen
+    assert times.places(19.0) == {"b": 1 / 9, "c": 7 / 9}
+
+
+class SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.05)
+        return gradient
+
+
+class Slow(nn.Linear):
+    def forward(self, x):
+        return SlowBackward.apply(super().forward(x))
+
+
+def test_a_part_whose_backward_is_slow_is_a_stage_of_its_own():
+    torch.manual_seed(1)
+    size = [nn.Linear(IN, IN), nn.Linear(IN, IN), nn.Linear(IN, IN), Slow(IN, OUT)]
+    for model, cut in ((nn.Sequential(*size), "3"), (nn.Sequential(Slow(IN, IN), *size[:2], nn.Linear(IN, OUT)), "1")):
+        made = pipeline.Engine(2, 4)
+        train(lambda made=made: made, model.double())
+        assert f"is cut before {cut!r}" in made.hint

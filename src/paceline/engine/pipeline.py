@@ -7,8 +7,8 @@
 
 So the model's own forward runs unchanged, with whatever crosses the cut, and the process has the model, its gradients
 and the optimizer's state once: their ``state_dict()`` and checkpoints contain all stages, and `Pace.evaluate` runs the
-whole model. Without ``cut`` the first step is computed without a pipeline, and timed: then the cuts divide its forward
-pass evenly (`checks/forward_times.py`). On GPUs each stage has one (`stages/devices.py`): its weights lie there from
+whole model. Without ``cut`` the first step is computed without a pipeline, and timed: then the cuts divide its passes
+evenly (`checks/pass_times.py`). On GPUs each stage has one (`stages/devices.py`): its weights lie there from
 the join on, cut evenly by their bytes, and the threads only give the GPUs their work.
 
 *Invariants*: bit-equal to sequential with ``accumulate`` as many micro-batches, whatever the schedule and the cut, if

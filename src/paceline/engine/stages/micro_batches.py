@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.engine.checks.forward_times import ForwardTimes, computing, even_cuts, typical
+from paceline.engine.checks.pass_times import PassTimes, computing, even_cuts, typical
 from paceline.engine.compute.batch import leaves
 from paceline.engine.compute.gradient_hooks import Backward, Call
 from paceline.engine.compute.gradient_hooks import Pass as State
@@ -221,27 +222,28 @@ class Pipelined(Backward):
             )
 
     def _timed(self, forms: Sequence[str], offer: Callable[[Gradient], None], *computes: Compute) -> State:
-        """The step without a pipeline. Forward of each micro-batch is timed, module by module."""
-        seen = [ForwardTimes() for _ in computes]
+        """The step without a pipeline. Each micro-batch is timed, module by module."""
+        seen = [PassTimes() for _ in computes]
 
-        def timed(times: ForwardTimes, compute: Compute) -> Tensor | None:
+        def timed(times: PassTimes, compute: Compute) -> Tensor | None:
             with times.of(self._model):
                 return compute()
 
         pairs = zip(seen, computes, strict=True)
         state = super().run(forms, offer, *(partial(timed, times, compute) for times, compute in pairs))
-        begins = typical(seen)
-        self.cuts = even_cuts(begins, len(self._parts), type(self._model).__name__)
-        ends = [0.0, *(begins[name] for name in self.cuts), 1.0]
+        ends = [*(times.span[0] for times in seen[1:]), time.perf_counter()]
+        places = typical([times.places(end) for times, end in zip(seen, ends, strict=True)])
+        self.cuts = even_cuts(places, len(self._parts), type(self._model).__name__)
+        bounds = [0.0, *(places[name] for name in self.cuts), 1.0]
         self.found = (
-            f"the model is cut before {', '.join(map(repr, self.cuts))}, where its forward pass is "
-            f"divided into {_percent(end - begin for begin, end in pairwise(ends))}, and its weights into "
+            f"the model is cut before {', '.join(map(repr, self.cuts))}, where its passes are "
+            f"divided into {_percent(end - begin for begin, end in pairwise(bounds))}, and its weights into "
             f"{_percent(self._numels(seen[-1], self.cuts))}; name other modules by cut="
         )
         self._cut()
         return state
 
-    def _numels(self, times: ForwardTimes, cuts: Sequence[str]) -> list[int]:
+    def _numels(self, times: PassTimes, cuts: Sequence[str]) -> list[int]:
         """The weights of each stage. A layer belongs to that which first calls it."""
         numels, ends = [0] * (len(cuts) + 1), [times.begins[name][0] for name in cuts]
         for name, module in self._model.named_modules():

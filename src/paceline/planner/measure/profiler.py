@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline import contract
-from paceline.engine.checks.forward_times import ForwardTimes
 from paceline.engine.checks.norm_layers import over_batches
+from paceline.engine.checks.pass_times import PassTimes
 from paceline.engine.node import affinity
 from paceline.launch.machine import Machine, survey
 from paceline.planner import plan_cache
@@ -253,7 +253,7 @@ class _Profiler:
         """How many stages a pipeline may have, and why not more."""
         if self.job.batch_norm == "sync":
             return 1, "batch_norm='sync' needs all rows of a batch at once"
-        times, rows = ForwardTimes(), self.job.first_samples(self.job.few(1, self.rows))
+        times, rows = PassTimes(), self.job.first_samples(self.job.few(1, self.rows))
         with times.of(self.job.model):
             self.job.compute(rows)
         count = len(times.places())

@@ -1,4 +1,4 @@
-"""Where a forward pass can be cut, and how long each part of it takes: the cuts of a pipeline that nobody has named.
+"""Where a model can be cut, and how long the passes of each part take: the cuts of a pipeline that nobody has named.
 
 A place to cut is before a module that forward calls once, after at least one layer. Modules with no layer between them,
 such as a block and its first layer, are one place.
@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from paceline.engine.compute.batch import leaves
 
 
 def computing(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -24,11 +26,13 @@ def computing(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-class ForwardTimes:
-    """One forward pass: when it calls each module, and how many layers it has called before."""
+class PassTimes:
+    """One forward pass: when it calls each module, and how many layers it has called before. Of the backward pass after
+    it: when the gradient of each module's input is known."""
 
     def __init__(self) -> None:
         self.begins = defaultdict[str, list[float]](list)
+        self.known: dict[str, float] = {}
         self.layers: dict[str, int] = {}  # that forward had called before this module
         self.span = 0.0, 0.0
         self._num_layers = 0
@@ -36,10 +40,10 @@ class ForwardTimes:
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
         layers = {name for name, _ in computing(model)}
-        hooks = [
-            module.register_forward_pre_hook(partial(self._called, name, name in layers), prepend=True)
-            for name, module in model.named_modules()
-        ]
+        hooks = []
+        for name, module in model.named_modules():
+            called = partial(self._called, name, name in layers)
+            hooks.append(module.register_forward_pre_hook(called, prepend=True, with_kwargs=True))
         begin = time.perf_counter()
         try:
             yield
@@ -48,31 +52,39 @@ class ForwardTimes:
             for hook in hooks:
                 hook.remove()
 
-    def _called(self, name: str, layer: bool, *_: Any) -> None:
-        self.begins[name].append(time.perf_counter())
+    def _called(self, name: str, layer: bool, _module: nn.Module, args: Any, kwargs: Any) -> None:
         self.layers[name] = self._num_layers
         self._num_layers += layer
+        for tensor in leaves((args, kwargs)):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._reached, name))  # type: ignore[no-untyped-call]
+        self.begins[name].append(time.perf_counter())
 
-    def places(self) -> dict[str, float]:
-        """The begin of the outermost module at each place, as a part of the pass, in the order of calls."""
-        begin, end = self.span
+    def _reached(self, name: str, _gradient: Tensor) -> None:
+        self.known[name] = time.perf_counter()
+
+    def places(self, end: float = 0.0) -> dict[str, float]:
+        """The outermost module at each place, in the order of calls: what is computed before it, as a part of both
+        passes, of which backward has ended at ``end``; without it, of forward."""
+        begin, forward_end = self.span
+        end = max(end, forward_end)
         found = dict[int, tuple[str, float]]()
         for name, begins in self.begins.items():
             if name and len(begins) == 1 and self.layers[name]:
-                found.setdefault(self.layers[name], (name, (begins[0] - begin) / (end - begin)))
+                before_s = begins[0] - begin + end - self.known.get(name, end)
+                found.setdefault(self.layers[name], (name, before_s / (end - begin)))
         return dict(found.values())
 
 
-def typical(passes: Sequence[ForwardTimes]) -> dict[str, float]:
+def typical(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The median of the passes, of the places that all of them have. The first one is slow."""
-    each = [one.places() for one in passes]
     common = [name for name in each[0] if all(name in places for places in each)]
     return {name: statistics.median(places[name] for places in each[1:] or each) for name in common}
 
 
-def even_cuts(begins: Mapping[str, float], num_stages: int, model: str) -> list[str]:
+def even_cuts(places: Mapping[str, float], num_stages: int, model: str) -> list[str]:
     """The places at which the stages take about as long. Raises ValueError where there are too few."""
-    names, cuts = list(begins), list[str]()
+    names, cuts = list(places), list[str]()
     if len(names) < num_stages - 1:
         raise ValueError(
             f"a pipeline of {num_stages} stages cuts a model before {num_stages - 1} modules that forward calls once, "
@@ -82,5 +94,5 @@ def even_cuts(begins: Mapping[str, float], num_stages: int, model: str) -> list[
     for stage in range(1, num_stages):
         first = names.index(cuts[-1]) + 1 if cuts else 0
         free = names[first : len(names) - (num_stages - 1 - stage)]  # the others are left to the stages after this
-        cuts.append(min(free, key=lambda name: abs(begins[name] - stage / num_stages)))
+        cuts.append(min(free, key=lambda name: abs(places[name] - stage / num_stages)))
     return cuts
