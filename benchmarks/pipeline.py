@@ -1,6 +1,6 @@
 """`pipeline:2` against `sequential` on two cores, and each step against the table of its schedule.
 
-    python benchmarks/pipeline.py [--models alexnet,transformer] [--rounds 7] [--engines "pipeline:2,micros=4 ..."]
+    python benchmarks/pipeline.py [--models alexnet,transformer] [--rounds 7] [--engines "pipeline:2,micros=4 ..."] [--raw FILE]
 
 Every configuration is a process of its own, and they take turns of a step. Both have SGD with momentum, which takes the
 factors of fully-connected layers; `sequential` has one thread. A line gives the median seconds of a step, the median
@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 BASE = "sequential"
@@ -81,11 +82,13 @@ def main() -> None:
     parser.add_argument("--models", default="alexnet,transformer")
     parser.add_argument("--engines", default=ENGINES)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--raw", type=Path, help="a file for the seconds of each step")
     parser.add_argument("--work", nargs=2)
     options = parser.parse_args()
     if options.work:
         work(*options.work)
         return
+    raw: dict[str, dict[str, list[Any]]] = {}
     for name in options.models.split(","):
         engines = [BASE, *options.engines.split(), *([PRESETS[name]] if name in PRESETS else [])]
         started = {}
@@ -95,7 +98,7 @@ def main() -> None:
             started[engine] = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own
             )
-        seen: dict[str, list[Any]] = {engine: [] for engine in engines}
+        seen = raw[name] = {engine: [] for engine in engines}
         try:
             for i in range(-1, options.rounds):  # the first waits for those that begin
                 for engine in engines if i % 2 else reversed(engines):
@@ -120,6 +123,8 @@ def main() -> None:
                 errors = [abs(told / took - 1) for _, took, told, _ in steps]
                 line += f"; cut before {', '.join(steps[0][3])}; off its table by {statistics.median(errors):.1%}"
             print(line, flush=True)
+        if options.raw:
+            options.raw.write_text(json.dumps(raw) + "\n")
 
 
 if __name__ == "__main__":
