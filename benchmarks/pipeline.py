@@ -1,6 +1,7 @@
 """`pipeline:2` against `sequential` on two cores, and each step against the table of its schedule.
 
-    python benchmarks/pipeline.py [--models alexnet,transformer] [--rounds 7] [--engines "pipeline:2,micros=4 ..."] [--raw FILE]
+    python benchmarks/pipeline.py [--models alexnet,transformer] [--rounds 7] [--raw FILE]
+        [--engines "pipeline:2,micros=4 ..."]
 
 Every configuration is a process of its own, and they take turns of a step. Both have SGD with momentum, which takes the
 factors of fully-connected layers; `sequential` has one thread. A line gives the median seconds of a step, the median
