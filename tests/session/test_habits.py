@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import json
+import pickle
 import subprocess
 import sys
 
@@ -80,6 +81,17 @@ def test_a_script_that_unwraps_the_model_is_told_what_to_write(tmp_path, use, wh
     assert done.returncode == 1
     assert "AttributeError: 'Linear' object has no attribute" in done.stderr
     assert f"paceline: join() does not wrap the model: {what}".replace("\\", "") in done.stderr
+
+
+def test_a_model_that_cannot_be_pickled_is_saved_by_its_weights(tmp_path):
+    """Story: the error named a function inside of one of ours."""
+    model, pace = joined(nn.Linear(512, 256))
+    with pace:
+        with pytest.raises((AttributeError, pickle.PicklingError, TypeError)) as raised:
+            torch.save(model, tmp_path / "model.pt")
+        assert "torch.save(model.state_dict(), path)" in of_model(raised.value, [model])
+        assert of_model(raised.value, [nn.Linear(512, 256)]) == ""
+        assert of_model(AttributeError("Can't pickle local object 'main.<locals>.<lambda>'"), [model]) == ""
 
 
 def test_other_errors_and_other_models_have_no_hint():

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NoReturn, cast
 
 import torch
@@ -16,6 +17,7 @@ import torch
 INSTEAD = {
     "module": "the model is your own object: use it, as in model.state_dict()",
     "no_sync": "give join(accumulate=k), or call pace.backward several times before pace.update",
+    "torch.save": "write torch.save(model.state_dict(), path), or pace.export(path)",
     "state_dict": "pace.save() saves all state; the weights alone are model.state_dict()",
     "load_state_dict": "pace.restore() restores all state; for weights alone use model.load_state_dict before join()",
     "parameters": "the model is your own object: use model.parameters()",
@@ -75,13 +77,24 @@ def missing(name: str, known: Iterable[str]) -> str:
     return f"what join() returned has no attribute {name!r}" + (f"; {hint}" if hint else "")
 
 
-def of_model(error: BaseException, models: Iterable[torch.nn.Module]) -> str:
-    """What to write instead of ``model.module`` and ``model.no_sync()``, where the error is that the model of `join`
-    has none: code asks models by hasattr whether they are wrapped, so they must not have these."""
+def of_model(error: BaseException, models: Sequence[torch.nn.Module]) -> str:
+    """What to write instead of ``model.module``, ``model.no_sync()`` and ``torch.save(model)``, where the error is that
+    the model of `join` has none, or cannot be pickled: code asks models by hasattr whether they are wrapped, so they
+    must not have these."""
+    if any(name in str(error) for name in _hooks(models)):
+        return f"join() has hooks in the model, which cannot be pickled: {INSTEAD['torch.save']}"
     name, owner = getattr(error, "name", None), getattr(error, "obj", None)
     if not isinstance(error, AttributeError) or name not in ("module", "no_sync"):
         return ""
     return f"join() does not wrap the model: {INSTEAD[name]}" if any(owner is each for each in models) else ""
+
+
+def _hooks(models: Iterable[torch.nn.Module]) -> Iterator[str]:
+    """The names by which pickle knows our functions inside of functions, in its error."""
+    for module in chain.from_iterable(model.modules() for model in models):
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if "<locals>" in getattr(hook, "__qualname__", "") and hook.__module__.startswith("paceline."):
+                yield hook.__qualname__
 
 
 def _scaled(_: Any) -> NoReturn:
