@@ -103,6 +103,14 @@ def test_under_torchrun(folder):
 
 
 @pytest.mark.dear
+def test_a_script_may_import_it_openly(folder):
+    openly = SCRIPT.replace("torch.nn.parallel import", "paceline import")
+    (folder / "openly.py").write_text(openly)
+    words = "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()
+    assert said(folder, *words, "openly.py") == [f"2 {OURS} []"] * 2
+
+
+@pytest.mark.dear
 def test_children_that_a_script_spawns_have_it(folder):
     lines = said(folder, "-m", "paceline.ddp", "spawns.py", free_port())
     assert [line.partition(" [")[0] for line in lines] == [f"2 {OURS}"] * 2
@@ -194,28 +202,73 @@ SHARED = ENDLESS.replace("400", "4000").replace("torch.randn(8", "torch.randn(99
 )
 def test_a_killed_rank_ends_the_others_within_ten_seconds_by_name(text, tmp_path):
     (tmp_path / "endless.py").write_text(text)
-    given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    given |= {"OMP_NUM_THREADS": "1", "PACELINE_HOST": "here"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "paceline.ddp", "endless.py"],
-            env={**given, "RANK": str(rank)},
-            cwd=tmp_path,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    started = started_ranks(tmp_path)
     try:
         begun(tmp_path)
         started[1].kill()
         _, said = started[0].communicate(timeout=10)
     finally:
-        for process in started:
-            process.kill()
-            process.communicate()
+        ended(started)
     assert started[0].returncode == 1
     assert "rank 1 (here) was not heard for 2.5 s and is taken for lost; this process (rank 0) ends" in said
+
+
+def started_ranks(folder):
+    given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    given |= {"OMP_NUM_THREADS": "1", "PACELINE_HOST": "here"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "paceline.ddp", "endless.py"],
+            env={**given, "RANK": str(rank)},
+            cwd=folder,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def ended(started):
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+MIDDLE = ENDLESS.replace(
+    "def main",
+    """class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if dist.get_rank() and os.path.exists("now"):
+            raise RuntimeError("in the middle")
+        return gradient
+
+class Between(torch.nn.Module):
+    def forward(self, x):
+        return Fails.apply(x)
+
+def main""",
+    1,
+).replace("torch.nn.ReLU()", "Between()")
+
+
+def test_a_rank_that_fails_in_the_middle_of_backward_ends_the_other_by_name(tmp_path):
+    """Of two layers one's gradient has been offered, the other's never will be."""
+    (tmp_path / "endless.py").write_text(MIDDLE)
+    started = started_ranks(tmp_path)
+    try:
+        begun(tmp_path)
+        (tmp_path / "now").write_text("")
+        said = [process.communicate(timeout=10)[1] for process in reversed(started)]
+    finally:
+        ended(started)
+    assert [process.returncode for process in started] == [1, 1]
+    assert "RuntimeError: in the middle" in said[0]
+    assert "rank 1 (here) has ended; this process (rank 0) ends" in said[1]
 
 
 def begun(folder):

@@ -80,7 +80,7 @@ def batches(steps, kind=torch.float64, uneven=True):
 
 def train(
     kind, net=None, wrap=None, steps=STEPS, penalty=0.0, accumulate=0, twice=False, join=None, hook=None, alone=False,
-    zero=False, dtype=torch.float64, autocast=False, compiled="", clip=None, late=False, traced=False,
+    zero=False, dtype=torch.float64, autocast=False, compiled="", clip=None, late=False, traced=False, scaled=False,
 ):  # fmt: skip
     torch.manual_seed(0)
     wrap = {name: dist.new_group() if value == "new" else value for name, value in (wrap or {}).items()}
@@ -97,6 +97,7 @@ def train(
     else:
         optimizer = torch.optim.SGD(module.parameters(), **sgd)
     torch.manual_seed(100 + dist.get_rank())
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
 
     def loss_of(x, y, forward=forward):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -114,10 +115,11 @@ def train(
             loss = loss_of(x, y)
             if twice:
                 loss = loss + loss_of(x.flip(0), y.flip(0))
-            loss.backward()
+            scaler.scale(loss).backward()
             if clip:
                 nn.utils.clip_grad_norm_(module.parameters(), clip)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
 
     with module.join(divide_by_initial_world_size=join) if join is not None else contextlib.nullcontext():
         loop()
@@ -161,6 +163,7 @@ CASES = {
     "ZeRO": {"zero": True},
     "float32": {"dtype": torch.float32, "net": {"norm": False}},
     "autocast": {"dtype": torch.float32, "autocast": True, "net": {"norm": False}},
+    "scaled": {"scaled": True},
     "traced": {"traced": True},
     "compiled": {"compiled": "inside"},
     "compiled whole": {"compiled": "outside"},
