@@ -110,7 +110,7 @@ def trained(cluster, folder, name, pause, stops=False):
         until(lambda: (folder / name / "record.jsonl").exists() and len(steps(folder / name)) > 5)
         by(cluster, "scancel", "--signal=TERM", job)
         until(lambda: "Restarts=1" in state(cluster, job))
-    until(lambda: ended(cluster, job), 120)
+    until(lambda: ended(cluster, job), 180)
     secret = folder / name / "secret"
     assert (secret.stat().st_mode & 0o777, len(secret.read_text().strip())) == (0o600, 64)
     assert secret.read_text().strip() not in next((folder / name).glob("slurm-*.out")).read_text()
@@ -141,7 +141,7 @@ def test_a_script_that_saves_by_itself_is_queued_again_as_often_as_is_asked_for(
         until(lambda: out.exists() and len(computed(out)) > 5)
         by(cluster, "scancel", "--signal=TERM", job)
         until(lambda: "Restarts=1" in state(cluster, job))
-        until(lambda: ended(cluster, job), 120)
+        until(lambda: ended(cluster, job), 180)
     assert sorted(set(computed(out))) == list(range(40))
     assert len(computed(out)) <= 41  # one may have been computed and not saved
     torch.manual_seed(1)
@@ -171,7 +171,9 @@ def steps(folder):
 def ended(cluster, job):
     """Does not wait for the two minutes after which Slurm begins a job again, and sets again whenever a task ends."""
     found = state(cluster, job)
-    if "Reason=BeginTime" in found:
+    now = time.strftime("%Y-%m-%dT%H:%M:%S")
+    # the reason is that of the last time that Slurm looked, which may have been before it set the time
+    if "JobState=PENDING" in found and found.partition("EligibleTime=")[2].split()[0] > now:
         by(cluster, "scontrol", "update", f"JobId={job}", "StartTime=now")
     return "JobState=COMPLETED" in found
 
