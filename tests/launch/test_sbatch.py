@@ -174,7 +174,9 @@ def ended(cluster, job):
     now = time.strftime("%Y-%m-%dT%H:%M:%S")
     # the reason is that of the last time that Slurm looked, which may have been before it set the time
     if "JobState=PENDING" in found and found.partition("EligibleTime=")[2].split()[0] > now:
+        time.sleep(2)  # Slurm revokes the credentials of the job up to the second in which it was stopped
         by(cluster, "scontrol", "update", f"JobId={job}", "StartTime=now")
+    assert "JobState=FAILED" not in found, found
     return "JobState=COMPLETED" in found
 
 
