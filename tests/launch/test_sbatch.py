@@ -110,7 +110,7 @@ def trained(cluster, folder, name, pause, stops=False):
         until(lambda: (folder / name / "record.jsonl").exists() and len(steps(folder / name)) > 5)
         by(cluster, "scancel", "--signal=TERM", job)
         until(lambda: "Restarts=1" in state(cluster, job))
-    until(lambda: ended(cluster, job), 180)
+    until(lambda: ended(cluster, job), 120)
     secret = folder / name / "secret"
     assert (secret.stat().st_mode & 0o777, len(secret.read_text().strip())) == (0o600, 64)
     assert secret.read_text().strip() not in next((folder / name).glob("slurm-*.out")).read_text()
@@ -141,7 +141,7 @@ def test_a_script_that_saves_by_itself_is_queued_again_as_often_as_is_asked_for(
         until(lambda: out.exists() and len(computed(out)) > 5)
         by(cluster, "scancel", "--signal=TERM", job)
         until(lambda: "Restarts=1" in state(cluster, job))
-        until(lambda: ended(cluster, job), 180)
+        until(lambda: ended(cluster, job), 120)
     assert sorted(set(computed(out))) == list(range(40))
     assert len(computed(out)) <= 41  # one may have been computed and not saved
     torch.manual_seed(1)
