@@ -41,10 +41,10 @@ LAST_LINES, MAX_STARTS = 8, 40
 
 @dataclass
 class Outcome:
-    """What a fault came to. ``nodes``, ``step``: when it struck. ``recovery_s``: without a step on those who are left,
-    from the fault on; for a fault that ends the run, until its next start has got further. ``lost``: steps that were
-    computed again. ``left``: the nodes that go on. ``back``: how many came back before the next fault. ``wrong``: by
-    the laws."""
+    """What a fault came to. ``way``, ``engine``: how those trained that it struck. ``nodes``, ``step``: when.
+    ``recovery_s``: without a step on those who are left, from the fault on; for a fault that ends the run, until its
+    next start has got further. ``lost``: steps that were computed again. ``left``: the nodes that go on. ``back``: how
+    many came back before the next fault. ``wrong``: by the laws."""
 
     seed: int
     launch: int
@@ -52,6 +52,8 @@ class Outcome:
     nodes: int
     step: int
     struck_s: float
+    way: str = ALLREDUCE
+    engine: str = ""
     recovery_s: float | None = None
     lost: int = 0
     left: tuple[int, ...] = ()
@@ -61,7 +63,8 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        parts = [f"seed {self.seed}, step {self.step}, {self.nodes} nodes: {self.fault}"]
+        trained = f"{self.way} {self.engine}".strip()
+        parts = [f"seed {self.seed}, step {self.step}, {self.nodes} nodes, {trained}: {self.fault}"]
         parts += [f"recovered in {self.recovery_s:.2f} s"] if self.recovery_s is not None else []
         parts += [f"{self.lost} steps again"] if self.lost else []
         parts += [f"{len(self.left)} nodes go on"] if self.left else []
@@ -91,7 +94,7 @@ class FaultRun:
         self.dice, self.planned, self.name, self.way = Random(seed), list(planned), name, WAYS[name]
         self.known: dict[str, Life] = {}
         self.outcomes: list[Outcome] = []
-        self.launches, self.count = 0, 0
+        self.launches, self.count, self.engine = 0, 0, ""
         self._run: Detached | None = None
 
     def run(self, most: int) -> None:
@@ -145,15 +148,15 @@ class FaultRun:
 
     def _start(self) -> None:
         self.launches += 1
-        self.count, engine = self._next_team()
+        self.count, self.engine = self._next_team()
         words = [
             *(sys.executable, "-m", "paceline", "run", "--detach", "-H", self.machines.hosts(self.count)),
-            *("--ssh", self.machines.ssh, "--nodes", f"{MIN_NODES}:{self.count}", "--plan", engine),
+            *("--ssh", self.machines.ssh, "--nodes", f"{MIN_NODES}:{self.count}", "--plan", self.engine),
             *(("--restarts", "0") if self.way.ends else ()),  # it is started here, where it can be counted
             *("--out", str(self.disk / "run"), "-m", training.__name__),
             *(str(self.folder), str(self.launches), str(self.epochs), "", self.name),
         ]
-        self.show(f"seed {self.seed}: start {self.launches}, {self.count} nodes, {engine}")
+        self.show(f"seed {self.seed}: start {self.launches}, {self.count} nodes, {self.engine}")
         paths = os.pathsep.join(filter(None, (*SOURCES, os.environ.get("PYTHONPATH", ""))))
         environment = {"XDG_STATE_HOME": str(self.folder), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         before = set(self._runs())
@@ -164,7 +167,7 @@ class FaultRun:
             raise ValueError(f"the run did not start: {(done.stdout + done.stderr).strip()[-2000:]}")
         (name,) = set(self._runs()) - before
         self._run = Detached(name)
-        self._wait_for_begin(self.count * num_processes(engine))
+        self._wait_for_begin(self.count * num_processes(self.engine))
 
     def _next_team(self) -> tuple[int, str]:
         """All nodes at first; then another number than before, and another engine."""
@@ -247,7 +250,8 @@ class FaultRun:
         return Fault.of(self.dice, kind, nodes, nodes[0])  # nodes keep their order
 
     def _play(self, fault: Fault, nodes: Sequence[int]) -> None:
-        outcome = Outcome(self.seed, self.launches, fault, len(nodes), self._newest(), time.monotonic())
+        when = self._newest(), time.monotonic()
+        outcome = Outcome(self.seed, self.launches, fault, len(nodes), *when, self.name, self.engine)
         self.outcomes.append(outcome)
         undo, undone = strike(fault, self), False
         end = outcome.struck_s + fault.lasts_s + SETTLE_S

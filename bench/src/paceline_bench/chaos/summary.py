@@ -34,6 +34,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
     rows = [_row(kind, [one for one in outcomes if one.fault.kind == kind]) for kind in kinds]
     going = [one for one in outcomes if one.fault.kind not in ENDING]
     rows += [_row("all that a run outlives", going)] if going else []
+    ways = sorted({one.way for one in outcomes})
+    rows += [_row(f"with {way}", [one for one in outcomes if one.way == way]) for way in ways if len(ways) > 1]
     rows += [_row("all", outcomes)] if len(going) < len(outcomes) else []
     return "\n".join([HEAD, *rows])
 
