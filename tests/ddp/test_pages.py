@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import pytest
 
 import mpirun
 import slurm
+from cluster import unavailable as no_cluster
 from launching import from_outside, unedited
-from machines import Machines, needs_machines
+from machines import Machines
 from needs import want
 from paceline.launch.local import free_port
+from sshd import unavailable as no_sshd
 
 pytestmark = [pytest.mark.dear, pytest.mark.long]
 DOCS = Path(__file__).parents[2] / "docs"
@@ -32,6 +35,18 @@ def blocks(page, language):
 def commands(page):
     lines = "".join(blocks(page, "")).splitlines()
     return [line.partition("#")[0].strip() for line in lines if line]
+
+
+@contextmanager
+def reached(command):
+    """With namespaces of this machine for its hosts."""
+    if not (hosts := re.search("host[A-Z](,host[A-Z])+", command)):
+        yield command
+        return
+    want(sshd=no_sshd(), namespaces=no_cluster())
+    count = hosts[0].count("host")
+    with Machines(count) as machines:
+        yield command.replace(hosts[0], f"{machines.hosts(count)} --ssh {shlex.quote(machines.ssh)}")
 
 
 def said(command, folder, script):
@@ -67,12 +82,10 @@ def test_on_this_machine(page, command, tmp_path):
         assert re.search(r"^2 processes", text, re.MULTILINE)
 
 
-@needs_machines
 @pytest.mark.parametrize("page", PAGES)
 def test_on_two_machines(page, tmp_path):
     ((script,), (command,)) = blocks(page, "python"), [each for each in commands(page) if HOSTS in each]
-    with Machines(2) as machines:
-        there = command.replace(HOSTS, f"{machines.hosts(2)} --ssh {shlex.quote(machines.ssh)}")
+    with reached(command) as there:
         text = said(there, tmp_path, script.replace("devices=2", "devices=1, num_nodes=2"))
     assert re.search(r"^(\[node0\] )?2 processes", text, re.MULTILINE)
 
@@ -131,20 +144,38 @@ def test_the_pages_commands_are_all_found():
     assert {each.split()[1] for each in of_ddp() if each.startswith("paceline")} == {"run", "plan", "sbatch"}
 
 
-@needs_machines
 def test_a_ddp_script_on_two_machines(tmp_path):
     (command,) = (each for each in of_ddp() if HOSTS in each)
     (tmp_path / "ddp.py").write_text(DDP)
-    with Machines(2) as machines:
-        text = ran(command.replace(HOSTS, f"{machines.hosts(2)} --ssh {shlex.quote(machines.ssh)}"), tmp_path)
+    with reached(command) as there:
+        text = ran(there, tmp_path)
     assert "2 processes of paceline.ddp" in text
 
 
-@pytest.mark.parametrize("page", ["from-horovod.md", "from-keras.md"])
-@pytest.mark.parametrize("start", ["run --plan processes:2", "run --nodes 2 --plan sequential"])
-def test_a_script_of_join(page, start, tmp_path):
+JOINS = "from-horovod.md", "from-keras.md", "do-i-need-paceline.md"
+
+
+def in_text(page):
+    found = re.findall(r"`(paceline (?:run|plan) [^`]+)`", (DOCS / page).read_text())
+    return [(page, each) for each in dict.fromkeys(found)]
+
+
+def test_the_commands_of_loops_are_all_found():
+    assert [len(in_text(page)) for page in JOINS] == [2, 1, 5]
+
+
+@pytest.mark.parametrize(("page", "command"), [each for page in JOINS for each in in_text(page)])
+def test_of_a_loop(page, command, tmp_path):
     if "keras" in page and not find_spec("keras"):
         pytest.skip("keras is not installed: it wants Python 3.11")
-    (script,) = blocks(page, "python")
+    (script,) = blocks(page, "python") or blocks("from-horovod.md", "python")
     (tmp_path / "train.py").write_text(script)
-    assert len(re.findall(r"^(?:\[\S+\] )?loss \d+\.\d+$", ran(f"paceline {start} train.py", tmp_path), re.M)) == 1
+    (tmp_path / "ddp.py").write_text(DDP)
+    with reached(command) as there:
+        text = ran(there, tmp_path)
+    if command.endswith("ddp.py"):
+        assert re.search(r"^paceline's class: \S+x torch's", text, re.MULTILINE)
+    elif " plan " in command:
+        assert "<- chosen" in text
+    else:
+        assert len(re.findall(r"^(?:\[\S+\] )?loss \d+\.\d+$", text, re.MULTILINE)) == 1

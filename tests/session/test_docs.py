@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,11 @@ def test_the_exchange_on_the_page_is_one(law):
 @pytest.mark.parametrize("law", laws("engine"), ids=str)
 def test_the_engine_on_the_page_is_one(law):
     law(on_the_page("adding-an-engine.md")["Engine"])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("law", laws("link"), ids=str)
+def test_the_link_on_the_page_is_one(law, size, tmp_path):
+    link = on_the_page("adding-a-link.md")["Link"]
+    with ThreadPoolExecutor(size) as ranks:
+        list(ranks.map(lambda rank: law(link(tmp_path, rank, size)), range(size)))

@@ -40,10 +40,11 @@ def own_address() -> str:
 
 
 class Slurm:
-    """Nodes n1, n2, ... that are all this machine. ``environment`` is what srun needs; after ``inside`` a command
-    knows the nodes by their names, as their tasks do."""
+    """Nodes n1, n2, ... that are all this machine, with as many cores as they say. ``environment`` is what srun needs;
+    after ``inside`` a command knows the nodes by their names, as their tasks do."""
 
-    def __init__(self, num_nodes: int = 2):
+    def __init__(self, num_nodes: int = 2, cpus: int | None = None):
+        self.cpus = cpus or os.cpu_count()
         self.nodes = [f"n{i}" for i in range(1, num_nodes + 1)]
 
     def __enter__(self) -> Slurm:
@@ -75,7 +76,7 @@ class Slurm:
     def _configure(self) -> None:
         name, ports = socket.gethostname().split(".")[0], [free_port() for _ in range(len(self.nodes) + 1)]
         nodes = "".join(
-            f"NodeName={node} NodeHostname={name} NodeAddr=127.0.0.1 Port={port} CPUs={os.cpu_count()}\n"
+            f"NodeName={node} NodeHostname={name} NodeAddr=127.0.0.1 Port={port} CPUs={self.cpus}\n"
             for node, port in zip(self.nodes, ports[1:], strict=True)
         )
         for folder in ("state", *self.nodes):
