@@ -103,9 +103,15 @@ def test_too_few_places_to_cut_are_counted(stages, said):
 
 def test_cuts_divide_a_pass_evenly_and_leave_each_stage_a_place():
     begins = {"a": 0.1, "b": 0.45, "c": 0.9}
-    assert even_cuts(begins, 2, "Model") == ["b"]
-    assert even_cuts(begins, 3, "Model") == ["b", "c"]
-    assert even_cuts({"a": 0.8, "b": 0.9, "c": 0.95}, 4, "Model") == ["a", "b", "c"]
+    assert even_cuts(begins, begins, 2, "Model") == ["b"]
+    assert even_cuts(begins, begins, 3, "Model") == ["b", "c"]
+    late = {"a": 0.8, "b": 0.9, "c": 0.95}
+    assert even_cuts(late, late, 4, "Model") == ["a", "b", "c"]
+
+
+def test_of_places_that_tie_in_time_the_one_that_divides_the_weights_is_cut():
+    assert even_cuts({"a": 0.44, "b": 0.55}, {"a": 0.55, "b": 0.7}, 2, "Model") == ["a"]
+    assert even_cuts({"a": 0.4, "b": 0.55}, {"a": 0.55, "b": 0.7}, 2, "Model") == ["b"], "a is slower"
 
 
 def test_one_slow_pass_does_not_move_the_cut():
@@ -142,10 +148,11 @@ class Slow(nn.Linear):
         return SlowBackward.apply(super().forward(x))
 
 
-def test_a_part_whose_backward_is_slow_is_a_stage_of_its_own():
+def test_slow_backward_passes_are_divided():
+    """By forward alone both models would be cut in their middle."""
     torch.manual_seed(1)
-    size = [nn.Linear(IN, IN), nn.Linear(IN, IN), nn.Linear(IN, IN), Slow(IN, OUT)]
-    for model, cut in ((nn.Sequential(*size), "3"), (nn.Sequential(Slow(IN, IN), *size[:2], nn.Linear(IN, OUT)), "1")):
+    for slow, cut in (((2, 3), "3"), ((0, 1), "1")):
+        layers = [(Slow if i in slow else nn.Linear)(IN, OUT if i == 3 else IN) for i in range(4)]
         made = pipeline.Engine(2, 4)
-        train(lambda made=made: made, model.double())
+        train(lambda made=made: made, nn.Sequential(*layers).double())
         assert f"is cut before {cut!r}" in made.hint

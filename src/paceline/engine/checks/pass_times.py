@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from paceline.engine.compute.batch import leaves
 
+TIE = 0.02  # of both passes: two timings of the same step differ by as much
+
 
 def computing(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that compute something themselves: with weights of their own, or with no modules inside."""
@@ -82,8 +84,9 @@ def typical(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.median(places[name] for places in each[1:] or each) for name in common}
 
 
-def even_cuts(places: Mapping[str, float], num_stages: int, model: str) -> list[str]:
-    """The places at which the stages take about as long. Raises ValueError where there are too few."""
+def even_cuts(places: Mapping[str, float], weights: Mapping[str, float], num_stages: int, model: str) -> list[str]:
+    """The places at which the stages take about as long; of those as good as the best, that which divides the weights
+    evenly. ``weights``: their part before each place. Raises ValueError where there are too few places."""
     names, cuts = list(places), list[str]()
     if len(names) < num_stages - 1:
         raise ValueError(
@@ -94,5 +97,8 @@ def even_cuts(places: Mapping[str, float], num_stages: int, model: str) -> list[
     for stage in range(1, num_stages):
         first = names.index(cuts[-1]) + 1 if cuts else 0
         free = names[first : len(names) - (num_stages - 1 - stage)]  # the others are left to the stages after this
-        cuts.append(min(free, key=lambda name: abs(places[name] - stage / num_stages)))
+        even = stage / num_stages
+        best = min(abs(places[name] - even) for name in free)
+        ties = [name for name in free if abs(places[name] - even) <= best + TIE]
+        cuts.append(min(ties, key=lambda name: abs(weights[name] - even)))
     return cuts

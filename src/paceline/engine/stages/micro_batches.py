@@ -233,7 +233,8 @@ class Pipelined(Backward):
         state = super().run(forms, offer, *(partial(timed, times, compute) for times, compute in pairs))
         ends = [*(times.span[0] for times in seen[1:]), time.perf_counter()]
         places = typical([times.places(end) for times, end in zip(seen, ends, strict=True)])
-        self.cuts = even_cuts(places, len(self._parts), type(self._model).__name__)
+        weights = {name: _part(self._numels(seen[-1], [name])) for name in places}
+        self.cuts = even_cuts(places, weights, len(self._parts), type(self._model).__name__)
         bounds = [0.0, *(places[name] for name in self.cuts), 1.0]
         self.found = (
             f"the model is cut before {', '.join(map(repr, self.cuts))}, where its passes are "
@@ -258,6 +259,11 @@ class Pipelined(Backward):
     def _close_pool(self) -> None:
         if self._pool:
             self._pool.shutdown()
+
+
+def _part(numels: Sequence[int]) -> float:
+    """The first one's, of their sum."""
+    return numels[0] / max(1, sum(numels))
 
 
 def _percent(parts: Iterable[float]) -> str:
