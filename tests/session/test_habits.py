@@ -11,9 +11,10 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DistributedSampler, TensorDataset
 
 import paceline
 from launching import environment, launch, small
@@ -92,6 +93,15 @@ def test_a_model_that_cannot_be_pickled_is_saved_by_its_weights(tmp_path):
         assert "torch.save(model.state_dict(), path)" in of_model(raised.value, [model])
         assert of_model(raised.value, [nn.Linear(512, 256)]) == ""
         assert of_model(AttributeError("Can't pickle local object 'main.<locals>.<lambda>'"), [model]) == ""
+
+
+@pytest.mark.parametrize("use", [lambda: DistributedSampler([1, 2]), dist.get_rank, lambda: dist.all_reduce(X)])
+def test_what_needs_a_process_group_is_told_what_does_without(use):
+    """Story: torch said to call init_process_group, in a script whose ranks had met already."""
+    with pytest.raises(ValueError, match="Default process group") as raised:
+        use()
+    assert "give pace.batches the dataset" in of_model(raised.value, [nn.Linear(1, 1)])
+    assert of_model(raised.value, []) == "", "no model has joined"
 
 
 def test_other_errors_and_other_models_have_no_hint():

@@ -17,6 +17,8 @@ import torch
 INSTEAD = {
     "module": "the model is your own object: use it, as in model.state_dict()",
     "no_sync": "give join(accumulate=k), or call pace.backward several times before pace.update",
+    "torch.distributed": "give pace.batches the dataset, or its loader without DistributedSampler; collectives are "
+    "pace.all_reduce and pace.gather, rank 0 is pace.leader",
     "torch.save": "write torch.save(model.state_dict(), path), or pace.export(path)",
     "state_dict": "pace.save() saves all state; the weights alone are model.state_dict()",
     "load_state_dict": "pace.restore() restores all state; for weights alone use model.load_state_dict before join()",
@@ -78,9 +80,11 @@ def missing(name: str, known: Iterable[str]) -> str:
 
 
 def of_model(error: BaseException, models: Sequence[torch.nn.Module]) -> str:
-    """What to write instead of ``model.module``, ``model.no_sync()`` and ``torch.save(model)``, where the error is that
-    the model of `join` has none, or cannot be pickled: code asks models by hasattr whether they are wrapped, so they
-    must not have these."""
+    """What to write instead of ``model.module``, ``model.no_sync()``, ``torch.save(model)`` and what needs a process
+    group, where the error is that the model of `join` has none, or cannot be pickled, or that there is no group. Code
+    asks models by hasattr whether they are wrapped, so they must not have these."""
+    if models and "Default process group has not been initialized" in str(error):
+        return f"join() makes no process group of torch.distributed: {INSTEAD['torch.distributed']}"
     if any(name in str(error) for name in _hooks(models)):
         return f"join() has hooks in the model, which cannot be pickled: {INSTEAD['torch.save']}"
     name, owner = getattr(error, "name", None), getattr(error, "obj", None)
