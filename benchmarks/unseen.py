@@ -34,9 +34,3 @@ def mobilenet(num_classes: int) -> nn.Module:
     """MobileNetV2, 2.2 million parameters in some fifty thin convolutions with batch norm."""
     config = transformers.MobileNetV2Config(num_labels=num_classes)
     return Logits(transformers.MobileNetV2ForImageClassification(config))
-
-
-def swin(num_classes: int) -> nn.Module:
-    """Swin tiny, 28 million parameters: attention in windows that are shifted."""
-    config = transformers.SwinConfig(num_labels=num_classes, image_size=224)
-    return Logits(transformers.SwinForImageClassification(config))

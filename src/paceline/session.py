@@ -42,7 +42,7 @@ from paceline.planner.measure import stopwatch
 from paceline.report import process_status
 from paceline.report.log import configure, log
 from paceline.step import several_schedulers
-from paceline.step.like_torch import of_model
+from paceline.step.like_torch import hint_for
 from paceline.training import Training
 
 TEMPORARIES = 5  # tensors of all gradients that a codec with a residual has at once
@@ -386,7 +386,7 @@ def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:
             sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
         else:
             hook(kind, error, trace)
-        if text := of_model(error, [pace.job.model for pace in _joined]):
+        if text := hint_for(error, [pace.job.model for pace in _joined]):
             log.error(text)
 
     show.paceline = True  # type: ignore[attr-defined]

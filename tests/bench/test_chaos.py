@@ -308,6 +308,9 @@ def played(*planned, nodes=3, epochs=20, ways=(ALLREDUCE,)):
     said: list[str] = []
     outcomes, _ = campaign.suffer(len(planned), 3, (), nodes, epochs, said.append, planned, ways)
     assert summary.failed(outcomes) == [], "\n".join(said)
+    for one in outcomes:
+        assert one.way in ways
+        assert one.engine in WAYS[one.way].engines
     return outcomes
 
 
@@ -378,6 +381,16 @@ def test_a_table_has_a_line_for_each_class():
         "| all that a run outlives | 2 | 0.50 | 20.00 | 1, 1 | 1 | 1 | 0 |",
         "| all | 3 | 9.00 | 20.00 | 1, 12 | 1 | 1 | 0 |",
     ]
+
+
+def test_a_table_of_several_exchanges_has_a_line_for_each():
+    one = Outcome(1, 1, Fault(faults.KILL, (1,)), 4, 10, 0.0, "server", "threads:1", recovery_s=0.5)
+    lines = summary.table([one, one, dataclasses.replace(one, way="diloco", recovery_s=9.0)]).splitlines()
+    assert lines[-2:] == [
+        "| with diloco | 1 | 9.00 | 9.00 | 0, 0 | 0 | 0 | 0 |",
+        "| with server | 2 | 0.50 | 0.50 | 0, 0 | 0 | 0 | 0 |",
+    ]
+    assert "4 nodes, server threads:1: SIGKILL" in str(one)
 
 
 def test_classes_are_named_by_how_they_begin():

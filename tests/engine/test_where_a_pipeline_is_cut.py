@@ -13,6 +13,7 @@ from device import of_cpus
 from nodes import HIDDEN, IN, OUT, build
 from paceline.engine import pipeline, sequential
 from paceline.engine.checks.pass_times import PassTimes, even_cuts, typical
+from paceline.engine.stages import micro_batches
 from paceline.registry import find
 
 pytestmark = of_cpus
@@ -112,6 +113,17 @@ def test_cuts_divide_a_pass_evenly_and_leave_each_stage_a_place():
 def test_of_places_that_tie_in_time_the_one_that_divides_the_weights_is_cut():
     assert even_cuts({"a": 0.44, "b": 0.55}, {"a": 0.55, "b": 0.7}, 2, "Model") == ["a"]
     assert even_cuts({"a": 0.4, "b": 0.55}, {"a": 0.55, "b": 0.7}, 2, "Model") == ["b"], "a is slower"
+
+
+@pytest.mark.parametrize(("widths", "cut", "nearer"), [((100, 100), "1", "2"), ((1, 200), "2", "1")])
+def test_the_weights_before_a_place_are_those_of_the_model(monkeypatch, widths, cut, nearer):
+    """Of 9,700, 10,100 and 303 weights the first layer is half, of 97, 400 and 603 the last."""
+    monkeypatch.setattr(micro_batches, "typical", lambda _: dict(sorted({cut: 0.49, nearer: 0.5}.items())))
+    first, second = widths
+    made = pipeline.Engine(2, 4)
+    layers = nn.Linear(IN, first), nn.Linear(first, second), nn.Linear(second, OUT)
+    train(lambda: made, nn.Sequential(*layers).double())
+    assert f"is cut before {cut!r}" in made.hint
 
 
 def test_one_slow_pass_does_not_move_the_cut():

@@ -1,14 +1,13 @@
 """Each command of the guide's part about Slurm, as it stands there, on a real Slurm of four nodes."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import slurm
-from launching import environment
+from launching import from_outside
 from needs import needs
 
 pytestmark = [pytest.mark.dear, pytest.mark.long, needs(slurm=slurm.unavailable())]
@@ -43,19 +42,8 @@ def script(tmp_path):
 
 
 def by(cluster, command, folder, *before, **more):
-    clean = {name: value for name, value in environment().items() if not name.startswith(("SLURM_", "PACELINE_"))}
     words = [each for word in command.split() for each in NAMES.get(word, (word,))]
-    done = subprocess.run(
-        [*cluster.inside, *before, *words],
-        env={**clean, **cluster.environment, "OMP_NUM_THREADS": "1", **more},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return from_outside([*cluster.inside, *before, *words], folder, **cluster.environment, **more)
 
 
 def ends(text):

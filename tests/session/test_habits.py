@@ -19,7 +19,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 import paceline
 from launching import environment, launch, small
 from paceline.exchange.flow import gather
-from paceline.step.like_torch import LossValue, UnreadLoss, of_model
+from paceline.step.like_torch import LossValue, UnreadLoss, hint_for
 
 X, Y = torch.randn(10, 3, generator=torch.Generator().manual_seed(1)), torch.arange(10) % 2
 
@@ -90,9 +90,9 @@ def test_a_model_that_cannot_be_pickled_is_saved_by_its_weights(tmp_path):
     with pace:
         with pytest.raises((AttributeError, pickle.PicklingError, TypeError)) as raised:
             torch.save(model, tmp_path / "model.pt")
-        assert "torch.save(model.state_dict(), path)" in of_model(raised.value, [model])
-        assert of_model(raised.value, [nn.Linear(512, 256)]) == ""
-        assert of_model(AttributeError("Can't pickle local object 'main.<locals>.<lambda>'"), [model]) == ""
+        assert "torch.save(model.state_dict(), path)" in hint_for(raised.value, [model])
+        assert hint_for(raised.value, [nn.Linear(512, 256)]) == ""
+        assert hint_for(AttributeError("Can't pickle local object 'main.<locals>.<lambda>'"), [model]) == ""
 
 
 @pytest.mark.parametrize("use", [lambda: DistributedSampler([1, 2]), dist.get_rank, lambda: dist.all_reduce(X)])
@@ -100,8 +100,8 @@ def test_what_needs_a_process_group_is_told_what_does_without(use):
     """Story: torch said to call init_process_group, in a script whose ranks had met already."""
     with pytest.raises(ValueError, match="Default process group") as raised:
         use()
-    assert "give pace.batches the dataset" in of_model(raised.value, [nn.Linear(1, 1)])
-    assert of_model(raised.value, []) == "", "no model has joined"
+    assert "give pace.batches the dataset" in hint_for(raised.value, [nn.Linear(1, 1)])
+    assert hint_for(raised.value, []) == "", "no model has joined"
 
 
 def test_other_errors_and_other_models_have_no_hint():
@@ -109,11 +109,11 @@ def test_other_errors_and_other_models_have_no_hint():
     for owner, name in ((other, "module"), (model, "modul")):
         with pytest.raises(AttributeError) as raised:
             getattr(owner, name)
-        assert of_model(raised.value, [model]) == ""
-    assert of_model(ValueError("module"), [model]) == ""
+        assert hint_for(raised.value, [model]) == ""
+    assert hint_for(ValueError("module"), [model]) == ""
     with pytest.raises(AttributeError) as raised:
         model.module  # noqa: B018
-    assert "use it" in of_model(raised.value, [other, model])
+    assert "use it" in hint_for(raised.value, [other, model])
 
 
 class Alone:

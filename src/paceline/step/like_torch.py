@@ -79,7 +79,7 @@ def missing(name: str, known: Iterable[str]) -> str:
     return f"what join() returned has no attribute {name!r}" + (f"; {hint}" if hint else "")
 
 
-def of_model(error: BaseException, models: Sequence[torch.nn.Module]) -> str:
+def hint_for(error: BaseException, models: Sequence[torch.nn.Module]) -> str:
     """What to write instead of ``model.module``, ``model.no_sync()``, ``torch.save(model)`` and what needs a process
     group, where the error is that the model of `join` has none, or cannot be pickled, or that there is no group. Code
     asks models by hasattr whether they are wrapped, so they must not have these."""
